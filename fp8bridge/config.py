@@ -1,0 +1,108 @@
+"""How a bridge behaves: one small frozen dataclass, validated when made."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from .errors import ConfigError
+
+RULES = ("sglang", "te", "te_pow2", "ue8m0")
+"""Rounding rules; the arithmetic of each is in `fp8bridge.kernels.reference`."""
+
+POWER_OF_TWO_RULES = ("te_pow2", "ue8m0")
+TRANSPORTS = ("zmq", "loopback")
+PAUSE_MODES = ("retract", "abort", "in_place")
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeConfig:
+    """Every field has a default that is right for a first run on one host."""
+
+    transport: Literal["zmq", "loopback"] = "zmq"
+    """How buckets travel."""
+
+    rule: Literal["sglang", "te", "te_pow2", "ue8m0"] | None = None
+    """Rounding rule. None: `sglang` for fp32 scales, `ue8m0` where the server wants powers of two;
+    the plan and the report name the rule that was used."""
+
+    bucket_nbytes: int = 256 * MIB
+    """Upper bound of one bucket. Two are kept on each sending rank. A tensor that is larger gets a
+    bucket of its own, and the plan says so."""
+
+    senders: Literal["all", "first"] = "all"
+    """`all`: each trainer rank sends a share of the bytes. `first`: rank 0 sends everything."""
+
+    allow_cast: bool = False
+    """Permit unquantized tensors to change dtype on the way (an fp32 norm into a bf16 server). The
+    plan and each report list them. Off: such a tensor is a PlanError."""
+
+    min_healthy: int = 1
+    """An update fails, and no server keeps the new version, if fewer servers than this have
+    received all of it."""
+
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    """What servers do with running requests (SGLang's words)."""
+
+    host: str = "127.0.0.1"
+    """Address of this trainer host that the servers can reach (zmq)."""
+
+    allow_plaintext: bool = False
+    """Permit unencrypted payload on an address that is not loopback."""
+
+    api_key: str | None = None
+    """Sent to servers as `Authorization: Bearer`."""
+
+    request_timeout_s: float = 60.0
+    """Longest wait for one control request (pause, begin, commit, ...)."""
+
+    open_timeout_s: float = 30.0
+    """Longest wait for a server to connect to the senders of an update."""
+
+    bucket_timeout_s: float = 60.0
+    """Longest wait for a server's acknowledgement of one bucket."""
+
+    collective_timeout_s: float = 600.0
+    """Longest wait of one trainer rank for another."""
+
+    def __post_init__(self) -> None:
+        _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("senders", self.senders, ("all", "first"))
+        _one_of("pause_mode", self.pause_mode, PAUSE_MODES)
+        if self.rule is not None:
+            _one_of("rule", self.rule, RULES)
+        _positive_int("bucket_nbytes", self.bucket_nbytes)
+        _positive_int("min_healthy", self.min_healthy)
+        for field in fields(self):
+            if field.name.endswith("timeout_s"):
+                value = getattr(self, field.name)
+                if not isinstance(value, int | float) or not value > 0:
+                    raise ConfigError(f"{field.name} must be a positive number of seconds, got {value!r}")
+        if self.transport == "zmq" and not self.allow_plaintext and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {self.host!r} is not loopback and the payload would travel unencrypted; set "
+                "allow_plaintext=True on a network you trust"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for 127.0.0.0/8, ::1 and `localhost`; other names are not resolved and count as remote."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def _positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,300 @@
+"""Makes a `Plan` from what the ranks hold and what the servers want. Deterministic; no torch.
+
+Order of decisions, each a pure function: merge what the ranks describe -> decide each tensor's
+action -> choose its sending rank (fewest bytes so far among the ranks that hold it) -> choose one
+replica of each shard -> fill buckets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .config import POWER_OF_TWO_RULES, BridgeConfig
+from .errors import ConfigError, CoverageError, EmptyModelError, PlanError
+from .layout import Decision, ServerLayout
+from .plan import Bucket, Entry, Item, Manifest, Plan
+from .types import ITEMSIZE, Shard, TensorMeta
+
+_SIBLINGS = ((re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".q_kv_a_proj."),)
+"""SGLang joins these in one load call and drops what comes alone: they share a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A tensor on its way to an Item: decided, but without owner and bucket."""
+
+    meta: TensorMeta
+    decision: Decision
+    holders: dict[tuple[int, int, int, int], tuple[Shard, ...]]
+    nbytes_wire: int
+
+
+def make_plan(
+    described: Sequence[tuple[Iterable[TensorMeta], Iterable[Shard]]],
+    layout: ServerLayout,
+    config: BridgeConfig,
+) -> Plan:
+    """The plan for `described[r]` = what rank r's source describes.
+
+    Raises EmptyModelError, CoverageError (shards leave a hole or overlap), LayoutError, PlanError
+    (ranks disagree; a cast that is not allowed) and ConfigError (a rule the layout can't take).
+    """
+    metas, shards = _merge(described)
+    if not metas:
+        raise EmptyModelError("the source describes no tensors on any rank; was the model built?")
+    layout.check_siblings(metas)
+    rule = resolve_rule(layout, config)
+    drafts = [_draft(metas[name], shards[name], layout) for name in sorted(metas, key=_natural)]
+    _check_casts(drafts, config)
+    owners = _choose_owners(drafts, config)
+    buckets, placed = _fill(drafts, owners, layout, config.bucket_nbytes)
+    items = _items(drafts, owners, placed)
+    return Plan(
+        manifest=Manifest(layout=layout, buckets=tuple(buckets)),
+        rule=rule,
+        bucket_nbytes=config.bucket_nbytes,
+        items=tuple(items),
+        rounds=_rounds(buckets),
+        notes=tuple(_notes(buckets, layout, metas, config.bucket_nbytes)),
+    )
+
+
+def resolve_rule(layout: ServerLayout, config: BridgeConfig) -> str | None:
+    """The rounding rule: the configured one if the layout can take it, else the layout's own."""
+    if layout.block is None:
+        if config.rule is not None:
+            raise ConfigError(f"rule {config.rule!r} was asked for, but the servers are not quantized; drop it")
+        return None
+    if layout.scale_format == "ue8m0":
+        if config.rule is not None and config.rule not in POWER_OF_TWO_RULES:
+            raise ConfigError(
+                f"rule {config.rule!r} makes fp32 scales, but the servers want powers of two (scale_fmt ue8m0); "
+                f"use one of {', '.join(POWER_OF_TWO_RULES)}"
+            )
+        return config.rule or "ue8m0"
+    return config.rule or "sglang"
+
+
+def _merge(
+    described: Sequence[tuple[Iterable[TensorMeta], Iterable[Shard]]],
+) -> tuple[dict[str, TensorMeta], dict[str, list[Shard]]]:
+    metas: dict[str, tuple[TensorMeta, int]] = {}
+    shards: dict[str, list[Shard]] = defaultdict(list)
+    for rank, (rank_metas, rank_shards) in enumerate(described):
+        for meta in rank_metas:
+            first, first_rank = metas.setdefault(meta.name, (meta, rank))
+            if first != meta:
+                raise PlanError(
+                    f"ranks {first_rank} and {rank} disagree about {meta.name}: {first.dtype} {list(first.shape)} "
+                    f"and {meta.dtype} {list(meta.shape)}; both must hold the same model",
+                    tensor=meta.name,
+                )
+        for shard in rank_shards:
+            if shard.rank != rank:
+                raise PlanError(f"rank {rank} describes a shard of {shard.tensor} on rank {shard.rank}")
+            shards[shard.tensor].append(shard)
+    strangers = sorted(set(shards) - set(metas))
+    if strangers:
+        raise PlanError(f"shards without metadata: {', '.join(strangers[:5])}")
+    return {name: meta for name, (meta, _) in metas.items()}, shards
+
+
+def _draft(meta: TensorMeta, shards: list[Shard], layout: ServerLayout) -> _Draft:
+    holders: dict[tuple[int, int, int, int], list[Shard]] = defaultdict(list)
+    for shard in shards:
+        if shard.rows and shard.cols:
+            holders[shard.box].append(shard)
+    _check_coverage(meta, list(holders))
+    decision = layout.decide(meta)
+    entries = _wire_tensors(meta, decision, layout)
+    return _Draft(
+        meta=meta,
+        decision=decision,
+        holders={box: tuple(sorted(held, key=lambda s: s.rank)) for box, held in sorted(holders.items())},
+        nbytes_wire=sum(_nbytes(dtype, shape) for _, dtype, shape in entries),
+    )
+
+
+def _check_coverage(meta: TensorMeta, boxes: list[tuple[int, int, int, int]]) -> None:
+    """The distinct boxes must tile the matrix: inside it, no overlap, no hole."""
+    rows, cols = meta.matrix
+    area = 0
+    for r, c, h, w in boxes:
+        if r < 0 or c < 0 or r + h > rows or c + w > cols:
+            raise CoverageError(
+                f"a shard of {meta.name} covers rows {r}:{r + h}, columns {c}:{c + w}, outside {list(meta.shape)}",
+                tensor=meta.name,
+            )
+        area += h * w
+    overlap = _first_overlap(boxes)
+    if overlap:
+        raise CoverageError(
+            f"shards of {meta.name} overlap: {overlap[0]} and {overlap[1]} (row, column, rows, columns); "
+            "replicas must describe the same boxes",
+            tensor=meta.name,
+        )
+    if area != rows * cols:
+        raise CoverageError(
+            f"the shards of {meta.name} {list(meta.shape)} cover {area} of {rows * cols} elements; a rank's "
+            "parameters are missing from its source",
+            tensor=meta.name,
+        )
+
+
+def _first_overlap(boxes: list[tuple[int, int, int, int]]) -> tuple[object, object] | None:
+    active: list[tuple[int, int, int, int]] = []
+    for box in sorted(boxes):
+        r, c, _, w = box
+        active = [a for a in active if a[0] + a[2] > r]
+        for a in active:
+            if a[1] < c + w and c < a[1] + a[3]:
+                return (a, box)
+        active.append(box)
+    return None
+
+
+def _check_casts(drafts: list[_Draft], config: BridgeConfig) -> None:
+    casts = [d for d in drafts if d.decision.action == "cast"]
+    if casts and not config.allow_cast:
+        shown = ", ".join(d.meta.name for d in casts[:5])
+        raise PlanError(
+            f"{len(casts)} unquantized tensors would change dtype on the way ({shown}: {casts[0].decision.reason}); "
+            "train in the servers' dtype, or permit it with BridgeConfig(allow_cast=True)",
+            tensor=casts[0].meta.name,
+        )
+
+
+def _unit(name: str) -> str:
+    """Tensors of one unit stay in one bucket."""
+    for pattern, joined in _SIBLINGS:
+        name = pattern.sub(joined, name)
+    return name
+
+
+def _units(drafts: list[_Draft]) -> list[list[int]]:
+    """Indexes of drafts that must share a bucket, in plan order of their first member."""
+    units: dict[str, list[int]] = defaultdict(list)
+    for i, draft in enumerate(drafts):
+        units[_unit(draft.meta.name)].append(i)
+    return list(units.values())
+
+
+def _choose_owners(drafts: list[_Draft], config: BridgeConfig) -> list[int]:
+    """Sending rank of each draft: of the ranks that hold some of the unit, the least loaded."""
+    owners = [0] * len(drafts)
+    if config.senders == "first":
+        return owners
+    load: dict[int, int] = defaultdict(int)
+    for unit in _units(drafts):
+        candidates = sorted({s.rank for i in unit for held in drafts[i].holders.values() for s in held} or {0})
+        owner = min(candidates, key=lambda rank: (load[rank], rank))
+        for i in unit:
+            owners[i] = owner
+            load[owner] += drafts[i].nbytes_wire
+    return owners
+
+
+def _fill(
+    drafts: list[_Draft], owners: list[int], layout: ServerLayout, limit: int
+) -> tuple[list[Bucket], list[int]]:
+    """Buckets in round order, and the bucket index of each draft."""
+    filling: dict[int, list[list[int]]] = defaultdict(list)
+    room: dict[int, int] = {}
+    for unit in _units(drafts):
+        owner, nbytes = owners[unit[0]], sum(drafts[i].nbytes_wire for i in unit)
+        if owner not in room or nbytes > room[owner]:
+            filling[owner].append([])
+            room[owner] = limit
+        filling[owner][-1] += unit
+        room[owner] -= nbytes
+    buckets: list[Bucket] = []
+    placed = [0] * len(drafts)
+    for round_index in range(max(len(b) for b in filling.values())):
+        for owner in sorted(filling):
+            if round_index < len(filling[owner]):
+                members = filling[owner][round_index]
+                for i in members:
+                    placed[i] = len(buckets)
+                buckets.append(_lay_out(len(buckets), owner, [drafts[i] for i in members], layout))
+    return buckets, placed
+
+
+def _lay_out(index: int, owner: int, drafts: list[_Draft], layout: ServerLayout) -> Bucket:
+    """Offsets in SGLang's byte layout: no padding, so larger item sizes go first."""
+    tensors = [t for d in drafts for t in _wire_tensors(d.meta, d.decision, layout)]
+    tensors.sort(key=lambda t: -ITEMSIZE[t[1]])
+    entries, end = [], 0
+    for name, dtype, shape in tensors:
+        nbytes = _nbytes(dtype, shape)
+        entries.append(Entry(name, dtype, shape, end, nbytes))
+        end += nbytes
+    return Bucket(index, owner, end, tuple(entries))
+
+
+def _wire_tensors(
+    meta: TensorMeta, decision: Decision, layout: ServerLayout
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of what a trainer tensor becomes on the wire."""
+    if decision.action == "quantize":
+        return [
+            (meta.name, "float8_e4m3fn", meta.shape),
+            (f"{meta.name}_scale_inv", "float32", layout.scale_shape(meta.matrix)),
+        ]
+    dtype = layout.dtype if decision.action == "cast" else meta.dtype
+    return [(meta.name, dtype, meta.shape)]
+
+
+def _items(drafts: list[_Draft], owners: list[int], placed: list[int]) -> list[Item]:
+    """Choose the replica of each shard: the owner's own, else the rank that lends least so far."""
+    lent: dict[int, int] = defaultdict(int)
+    items = []
+    for draft, owner, bucket in zip(drafts, owners, placed, strict=True):
+        chosen = []
+        for held in draft.holders.values():
+            shard = next((s for s in held if s.rank == owner), None)
+            if shard is None:
+                shard = min(held, key=lambda s: (lent[s.rank], s.rank))
+                lent[shard.rank] += shard.rows * shard.cols * ITEMSIZE[draft.meta.dtype]
+            chosen.append(shard)
+        items.append(
+            Item(draft.meta, draft.decision.action, draft.decision.reason, owner, bucket, tuple(chosen))
+        )
+    return sorted(items, key=lambda i: i.bucket)
+
+
+def _rounds(buckets: list[Bucket]) -> tuple[tuple[int, ...], ...]:
+    rounds: list[list[int]] = []
+    seen: dict[int, int] = defaultdict(int)
+    for bucket in buckets:
+        r = seen[bucket.owner]
+        seen[bucket.owner] += 1
+        if r == len(rounds):
+            rounds.append([])
+        rounds[r].append(bucket.index)
+    return tuple(tuple(r) for r in rounds)
+
+
+def _notes(
+    buckets: list[Bucket], layout: ServerLayout, metas: dict[str, TensorMeta], limit: int
+) -> list[str]:
+    notes = [
+        f"oversized: bucket {b.index} is {b.nbytes} bytes (limit {limit}), a tensor or pair that cannot be split: "
+        + max(b.entries, key=lambda e: e.nbytes).name
+        for b in buckets
+        if b.nbytes > limit
+    ]
+    unused = layout.unused_ignores(metas)
+    notes += [f"the server's config ignores {entry!r}, which matches no tensor" for entry in unused]
+    return notes
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return TensorMeta("", shape, dtype).nbytes
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """layers.2 before layers.10."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name)]

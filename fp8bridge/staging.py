@@ -1,0 +1,143 @@
+"""The receiving side's memory of an update: named tensors, a staged copy, and an atomic switch.
+
+Nothing that arrives touches `tensors` before `commit`; `abort` drops it. A server therefore holds
+either the whole old version or the whole new one. The price is memory for a second copy while an
+update runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import ChecksumError, CommitError, ServerMismatchError, WireError
+from .kernels import ChecksumTable, checksum
+from .layout import ServerLayout
+from .plan import Bucket, Manifest
+
+
+class StagedWeights:
+    """`tensors` by wire name (codes, scales and the rest), replaced as a whole at commit.
+
+    The caller owns `tensors` and the objects in it stay valid after a commit (the old version's
+    tensors are released by it, not overwritten). Not thread-safe: one update at a time.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], layout: ServerLayout) -> None:
+        self.tensors = tensors
+        self.layout = layout
+        self._manifest: Manifest | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._received: set[int] = set()
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        """What keeps this manifest from being a full update of these tensors; empty if nothing."""
+        found = [f"layout {d}" for d in manifest.layout.differences(self.layout)]
+        theirs = manifest.entries()
+        for name, mine in self.tensors.items():
+            entry = theirs.get(name)
+            dtype = str(mine.dtype).removeprefix("torch.")
+            if entry is None:
+                found.append(f"{name} {dtype} {list(mine.shape)} is on the server and not in the update")
+            elif (entry.dtype, entry.shape) != (dtype, tuple(mine.shape)):
+                found.append(
+                    f"{name} is {dtype} {list(mine.shape)} on the server, {entry.dtype} {list(entry.shape)} in the update"
+                )
+        found += [f"{n} {e.dtype} {list(e.shape)} is not on the server" for n, e in theirs.items() if n not in self.tensors]
+        return found
+
+    def begin(self, manifest: Manifest) -> None:
+        """Expect every bucket of `manifest`. Raises ServerMismatchError, changing nothing."""
+        if found := self.differences(manifest):
+            raise ServerMismatchError(describe_differences(found))
+        self.abort()
+        self._manifest = manifest
+
+    def bucket(self, index: int) -> Bucket:
+        if self._manifest is None:
+            raise WireError("a bucket outside of an update", bucket=index)
+        if not 0 <= index < len(self._manifest.buckets):
+            raise WireError(f"bucket {index} of {len(self._manifest.buckets)}", bucket=index)
+        return self._manifest.buckets[index]
+
+    def stage(self, index: int, payload: torch.Tensor, checksums: Sequence[int]) -> None:
+        """Keep one bucket. `payload` is flat uint8; it is copied, the caller may reuse it at once.
+
+        Raises WireError (twice, wrong size) and ChecksumError naming the tensors that changed.
+        """
+        bucket = self.bucket(index)
+        if index in self._received:
+            raise WireError(f"bucket {index} came twice", bucket=index)
+        if payload.numel() != bucket.nbytes or len(checksums) != len(bucket.entries):
+            raise WireError(
+                f"bucket {index} has {payload.numel()} bytes and {len(checksums)} checksums, the plan says "
+                f"{bucket.nbytes} and {len(bucket.entries)}",
+                bucket=index,
+            )
+        memory = payload.clone()
+        found = bucket_checksums(bucket, memory)
+        wrong = [e.name for e, a, b in zip(bucket.entries, found, checksums, strict=True) if a != b]
+        if wrong:
+            raise ChecksumError(
+                f"bucket {index} changed on the way: {', '.join(wrong[:5])}" + (" ..." if len(wrong) > 5 else ""),
+                bucket=index,
+                tensor=wrong[0],
+            )
+        self._staged |= unpack(bucket, memory)
+        self._received.add(index)
+
+    @property
+    def missing(self) -> list[int]:
+        """Buckets of the running update that have not arrived."""
+        if self._manifest is None:
+            return []
+        return [b.index for b in self._manifest.buckets if b.index not in self._received]
+
+    def commit(self) -> None:
+        """Switch to the staged tensors. Raises CommitError, changing nothing, if any is missing."""
+        if self._manifest is None:
+            raise CommitError("nothing to commit: no update was begun")
+        if self.missing:
+            raise CommitError(f"cannot commit: buckets {self.missing[:8]} have not arrived")
+        self.tensors = {name: self._staged[name] for name in self.tensors}
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop whatever was staged; the current tensors stay as they are."""
+        self._manifest = None
+        self._staged = {}
+        self._received = set()
+
+    def checksums(self) -> dict[str, int]:
+        """Checksum of the bytes of every current tensor (uint64), the value senders compute."""
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
+
+
+def unpack(bucket: Bucket, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views into `memory` (flat uint8, this bucket's bytes), by name; no copy."""
+    return {
+        e.name: memory[e.offset : e.offset + e.nbytes].view(getattr(torch, e.dtype)).reshape(e.shape)
+        for e in bucket.entries
+    }
+
+
+def bucket_checksums(bucket: Bucket, memory: torch.Tensor) -> list[int]:
+    """One uint64 per entry of the bucket, of its bytes in `memory` (flat uint8)."""
+    table = ChecksumTable.build([(e.offset, e.nbytes) for e in bucket.entries], device=memory.device)
+    return unsigned(checksum(table, memory))
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return unsigned(checksum(ChecksumTable.build([(0, raw.numel())], device=raw.device), raw))[0]
+
+
+def unsigned(values: torch.Tensor) -> list[int]:
+    """int64 bits as Python ints in [0, 2^64)."""
+    return [v & 0xFFFFFFFFFFFFFFFF for v in values.tolist()]
+
+
+def describe_differences(found: list[str]) -> str:
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"{len(found)} differences between the update and the server: {'; '.join(found[:5])}{more}"
