@@ -62,7 +62,7 @@ class StagedWeights:
         return self._manifest.buckets[index]
 
     def stage(self, index: int, payload: torch.Tensor, checksums: Sequence[int]) -> None:
-        """Keep one bucket. `payload` is flat uint8; it is copied, the caller may reuse it at once.
+        """Keep one bucket. `payload` is flat uint8 and becomes ours: the caller may not write it again.
 
         Raises WireError (twice, wrong size) and ChecksumError naming the tensors that changed.
         """
@@ -75,8 +75,7 @@ class StagedWeights:
                 f"{bucket.nbytes} and {len(bucket.entries)}",
                 bucket=index,
             )
-        memory = payload.clone()
-        found = bucket_checksums(bucket, memory)
+        found = bucket_checksums(bucket, payload)
         wrong = [e.name for e, a, b in zip(bucket.entries, found, checksums, strict=True) if a != b]
         if wrong:
             raise ChecksumError(
@@ -84,8 +83,13 @@ class StagedWeights:
                 bucket=index,
                 tensor=wrong[0],
             )
-        self._staged |= unpack(bucket, memory)
+        self._staged |= unpack(bucket, payload)
         self._received.add(index)
+
+    @property
+    def largest_bucket_nbytes(self) -> int:
+        """Bound of any payload of the running update; 0 outside of one."""
+        return max((b.nbytes for b in self._manifest.buckets), default=0) if self._manifest else 0
 
     @property
     def missing(self) -> list[int]:
