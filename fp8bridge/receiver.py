@@ -1,0 +1,165 @@
+"""The receiving end of the `zmq` transport: pull one update's buckets from all its senders.
+
+The server connects to the trainer, never the other way: a server opens no port for weights, and
+only a trainer that the server was told of (over its own HTTP API) can send it anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import zmq
+
+from .errors import BridgeError, TransportError, WireError
+from .staging import StagedWeights
+from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+
+CREDITS = 2
+"""Buckets a sender may have in flight to this server: one arriving, one being checked."""
+
+_TICK_S = 0.2
+
+
+class Receiver:
+    """Pulls into `weights`, which must have been told the manifest (`StagedWeights.begin`).
+
+    name: how this server is called in the senders' errors (its URL).
+    should_stop: polled several times a second; True makes `pull` give up (session aborted).
+    on_alive: called whenever a sender is heard, for leases.
+    """
+
+    def __init__(
+        self,
+        weights: StagedWeights,
+        name: str,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._weights = weights
+        self._name = name
+        self._should_stop = should_stop
+        self._on_alive = on_alive
+
+    def pull(self, endpoints: Sequence[str], session: str, manifest_hash: str, *, timeout_s: float) -> int:
+        """Receive every bucket, acknowledge each, return the bytes received. Blocks.
+
+        endpoints[0] is the coordinating sender: it is greeted last, so that its Welcome means that
+        this server reached all the others. Raises TransportError (silence for `timeout_s`, a sender
+        that gave up), WireError and ChecksumError; the senders are told why before it raises.
+        """
+        context = zmq.Context()
+        sockets: list[zmq.Socket[bytes]] = []
+        try:
+            hello = Hello(session, manifest_hash, self._name, CREDITS)
+            expected: dict[zmq.Socket[bytes], list[int]] = {}
+            for endpoint in [*endpoints[1:], endpoints[0]]:
+                socket = self._connect(context, endpoint)
+                sockets.append(socket)
+                expected[socket] = self._greet(socket, endpoint, hello, timeout_s)
+            self._check_promised(expected)
+            return self._receive_all(expected, timeout_s)
+        except BridgeError as err:
+            for socket in sockets:
+                _send(socket, Refuse(str(err)))
+            raise
+        finally:
+            for socket in sockets:
+                socket.close(linger=1000)
+            context.term()
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
+        socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as err:
+            socket.close(linger=0)
+            raise TransportError(f"{self._name} cannot connect to sender {endpoint}: {err}") from err
+        return socket
+
+    def _greet(self, socket: zmq.Socket[bytes], endpoint: str, hello: Hello, timeout_s: float) -> list[int]:
+        _send(socket, hello)
+        deadline = time.monotonic() + timeout_s
+        while not socket.poll(_TICK_S * 1000):
+            self._check_stop()
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it?"
+                )
+        answer = decode(socket.recv())
+        if isinstance(answer, Refuse):
+            raise TransportError(f"sender {endpoint} refused {self._name}: {answer.message}")
+        if not isinstance(answer, Welcome):
+            raise WireError(f"sender {endpoint} answered a Hello with {type(answer).__name__}")
+        self._on_alive()
+        return list(answer.buckets)
+
+    def _check_promised(self, expected: dict[zmq.Socket[bytes], list[int]]) -> None:
+        promised = sorted(i for indexes in expected.values() for i in indexes)
+        missing = self._weights.missing
+        if promised != missing:
+            raise WireError(f"the senders promise buckets {promised[:8]}, the plan has {missing[:8]}")
+
+    def _receive_all(self, expected: dict[zmq.Socket[bytes], list[int]], timeout_s: float) -> int:
+        poller = zmq.Poller()
+        for socket, indexes in expected.items():
+            if indexes:
+                poller.register(socket, zmq.POLLIN)
+        nbytes, heard = 0, time.monotonic()
+        while any(expected.values()):
+            ready = poller.poll(_TICK_S * 1000)
+            self._check_stop()
+            if not ready and time.monotonic() - heard > timeout_s:
+                waiting = [i for indexes in expected.values() for i in indexes]
+                raise TransportError(
+                    f"{self._name} heard nothing from the trainer for {timeout_s:g} s, waiting for buckets {waiting[:8]}"
+                )
+            for socket, _ in ready:
+                heard = time.monotonic()
+                self._on_alive()
+                nbytes += self._receive_one(socket, expected[socket])
+                if not expected[socket]:
+                    poller.unregister(socket)
+        return nbytes
+
+    def _receive_one(self, socket: zmq.Socket[bytes], expected: list[int]) -> int:
+        message: Message = decode(socket.recv())
+        if isinstance(message, Ping):
+            return 0
+        if isinstance(message, Refuse):
+            raise TransportError(f"the sender gave up: {message.message}")
+        if not isinstance(message, BucketHeader):
+            raise WireError(f"expected a bucket, got {type(message).__name__}")
+        if message.index != expected[0]:
+            raise WireError(f"bucket {message.index} came, {expected[0]} was next", bucket=message.index)
+        bucket = self._weights.bucket(message.index)
+        if message.nbytes != bucket.nbytes:
+            raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
+        if not socket.getsockopt(zmq.RCVMORE):
+            raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
+        memory = np.empty(bucket.nbytes, dtype=np.uint8)
+        received = socket.recv_into(memory)
+        if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
+            raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
+        self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)
+        expected.pop(0)
+        _send(socket, Ack(bucket.index, True, ""))
+        return bucket.nbytes
+
+    def _check_stop(self) -> None:
+        if self._should_stop():
+            raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _send(socket: zmq.Socket[bytes], message: Message) -> None:
+    """Never blocks: a peer that is gone is noticed by what does not come back."""
+    try:
+        socket.send(encode(message), zmq.DONTWAIT)
+    except zmq.Again:
+        return
+
