@@ -115,9 +115,9 @@ class Receiver:
             ready = poller.poll(_TICK_S * 1000)
             self._check_stop()
             if not ready and time.monotonic() - heard > timeout_s:
-                waiting = [i for indexes in expected.values() for i in indexes]
+                waiting = [i for indexes in expected.values() for i in indexes][:8]
                 raise TransportError(
-                    f"{self._name} heard nothing from the trainer for {timeout_s:g} s, waiting for buckets {waiting[:8]}"
+                    f"{self._name} heard nothing from the trainer for {timeout_s:g} s, waiting for buckets {waiting}"
                 )
             for socket, _ in ready:
                 heard = time.monotonic()

@@ -42,10 +42,11 @@ class StagedWeights:
                 found.append(f"{name} {dtype} {list(mine.shape)} is on the server and not in the update")
             elif (entry.dtype, entry.shape) != (dtype, tuple(mine.shape)):
                 found.append(
-                    f"{name} is {dtype} {list(mine.shape)} on the server, {entry.dtype} {list(entry.shape)} in the update"
+                    f"{name} is {dtype} {list(mine.shape)} on the server, "
+                    f"{entry.dtype} {list(entry.shape)} in the update"
                 )
-        found += [f"{n} {e.dtype} {list(e.shape)} is not on the server" for n, e in theirs.items() if n not in self.tensors]
-        return found
+        strangers = [e for name, e in theirs.items() if name not in self.tensors]
+        return found + [f"{e.name} {e.dtype} {list(e.shape)} is not on the server" for e in strangers]
 
     def begin(self, manifest: Manifest) -> None:
         """Expect every bucket of `manifest`. Raises ServerMismatchError, changing nothing."""

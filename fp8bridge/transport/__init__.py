@@ -1,0 +1,19 @@
+"""Transports, opened by name. Each lives in the module of that name and is imported on use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import BridgeConfig
+from ..protocols import RolloutServer, Transport
+
+
+def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Transport:
+    """The transport of `config.transport`. `servers` are used by `loopback` alone."""
+    if config.transport == "loopback":
+        from .loopback import LoopbackTransport
+
+        return LoopbackTransport(servers)
+    from .zmq import ZmqTransport
+
+    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s)

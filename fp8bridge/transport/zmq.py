@@ -1,0 +1,249 @@
+"""`zmq`: raw payload frames over TCP, with credits and acknowledgements.
+
+Each sending rank binds one ROUTER socket per update; servers connect to it (`receiver.Receiver`).
+One thread owns the socket: it answers Hellos, keeps at most `Hello.credits` buckets unacknowledged
+per server, notices peers that are gone, and lets the trainer's thread gather and pack meanwhile.
+Payload is not copied here: libzmq reads the bucket's memory until the server has it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
+from ..plan import Manifest
+from ..protocols import PackedBucket
+from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+
+_TICK_S = 0.05
+_PING_S = 0.5
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One server, as the socket's thread sees it."""
+
+    name: str
+    identity: bytes = b""
+    credits: int = 0
+    queue: deque[PackedBucket] = field(default_factory=deque)
+    in_flight: dict[int, float] = field(default_factory=dict)
+    """Bucket index -> time it was handed to libzmq."""
+    acked: set[int] = field(default_factory=set)
+    pinged: float = 0.0
+
+
+class ZmqTransport:
+    """See `protocols.Transport`. `host`: address of this machine that servers can reach."""
+
+    multi_sender = True
+
+    def __init__(self, host: str, *, bucket_timeout_s: float) -> None:
+        self._host = f"[{host}]" if ":" in host else host
+        self._bucket_timeout_s = bucket_timeout_s
+        self.failures: dict[str, BridgeError] = {}
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._reason = ""
+
+    def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
+        if self._thread is not None:
+            raise TransportError("the last update of this transport was not closed")
+        self.failures = {}
+        self._reason = ""
+        self._stopping = False
+        self._manifest = manifest
+        self._buckets = tuple(buckets)
+        self._peers = {token: _Peer(name) for name, token in tokens.items()}
+        self._outbox: list[tuple[_Peer, Message]] = []
+        self._context = zmq.Context()
+        self._wake, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://wake")
+        self._wake.connect("inproc://wake")
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{self._host}")
+        except zmq.ZMQError as err:
+            self._context.destroy(linger=0)
+            raise TransportError(f"cannot listen on {self._host}: {err}; is it an address of this host?") from err
+        self._thread = threading.Thread(target=self._run, name="fp8bridge-zmq", daemon=True)
+        self._thread.start()
+        return f"tcp://{self._host}:{port}"
+
+    def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while waiting := [p.name for p in self._live() if not p.identity]:
+                for name in waiting:
+                    if error := gone(name):
+                        self._fail(name, error)
+                    elif time.monotonic() > deadline:
+                        message = (
+                            f"{name} did not connect to this trainer at {self._host} in {timeout_s:g} s; "
+                            "can the server reach that address? (BridgeConfig.host)"
+                        )
+                        self._fail(name, ServerTimeoutError(message, server=name))
+                self._changed.wait(_TICK_S)
+
+    def drop(self, names: Sequence[str], reason: str) -> None:
+        with self._changed:
+            for name in names:
+                self._fail(name, TransportError(reason, server=name))
+
+    def send(self, packed: PackedBucket) -> None:
+        with self._changed:
+            for peer in self._live():
+                peer.queue.append(packed)
+        self._wake.send(b"")
+
+    def wait(self, index: int) -> None:
+        with self._changed:
+            while any(index not in peer.acked for peer in self._live()):
+                self._changed.wait(_TICK_S)
+
+    def close(self, reason: str = "") -> None:
+        if self._thread is None:
+            return
+        with self._changed:
+            self._reason = reason
+            self._stopping = True
+        self._wake.send(b"")
+        self._thread.join()
+        self._thread = None
+        self._context.destroy(linger=200)
+
+    def _live(self) -> list[_Peer]:
+        return [p for p in self._peers.values() if p.name not in self.failures]
+
+    def _fail(self, name: str, error: BridgeError) -> None:
+        """Called with the lock held. The first reason stays."""
+        if name not in self.failures:
+            self.failures[name] = error
+            for peer in self._peers.values():
+                if peer.name == name:
+                    peer.queue.clear()
+                    self._outbox.append((peer, Refuse(str(error))))
+        self._changed.notify_all()
+
+    # Everything below runs in the socket's thread, which alone touches the sockets (libzmq sockets
+    # are not thread-safe); the trainer's thread leaves word in queues and wakes it.
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while True:
+            poller.poll(_TICK_S * 1000)
+            while self._woken.poll(0):
+                self._woken.recv()
+            with self._changed:
+                while self._socket.poll(0):
+                    self._receive()
+                now = time.monotonic()
+                for peer in self._live():
+                    self._feed(peer, now)
+                if self._stopping and self._reason:
+                    self._outbox += [(peer, Refuse(self._reason)) for peer in self._live()]
+                for peer, message in self._outbox:
+                    self._say(peer, message)
+                self._outbox.clear()
+                if self._stopping:
+                    return
+
+    def _receive(self) -> None:
+        identity, *frames = self._socket.recv_multipart()
+        try:
+            message = decode(frames[0]) if len(frames) == 1 else None
+        except WireError as err:
+            self._protocol_error(identity, str(err))
+            return
+        if isinstance(message, Hello):
+            self._greet(identity, message)
+            return
+        peer = next((p for p in self._peers.values() if p.identity == identity), None)
+        if peer is None or peer.name in self.failures:
+            return
+        if isinstance(message, Ack):
+            self._acknowledge(peer, message)
+        elif isinstance(message, Refuse):
+            self._fail(peer.name, TransportError(f"{peer.name} gave up: {message.message}", server=peer.name))
+        else:
+            self._protocol_error(identity, f"unexpected {type(message).__name__}")
+
+    def _protocol_error(self, identity: bytes, text: str) -> None:
+        for peer in self._live():
+            if peer.identity == identity:
+                self._fail(peer.name, WireError(f"{peer.name} broke the protocol: {text}", server=peer.name))
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        peer = self._peers.get(hello.session)
+        stranger = _Peer("a stranger", identity)
+        if peer is None or peer.name in self.failures:
+            self._say(stranger, Refuse("this is not a session of this trainer; ask it for a new update"))
+        elif hello.manifest_hash != self._manifest.hash:
+            self._say(stranger, Refuse("plan hash differs"))
+            message = f"{peer.name} has plan {hello.manifest_hash[:16]}, the trainer {self._manifest.hash[:16]}"
+            self._fail(peer.name, WireError(message, server=peer.name))
+        elif peer.identity:
+            self._say(stranger, Refuse("this session is already connected"))
+        else:
+            peer.identity, peer.credits = identity, max(1, min(hello.credits, 16))
+            peer.pinged = time.monotonic()
+            self._say(peer, Welcome(self._buckets))
+            self._changed.notify_all()
+
+    def _acknowledge(self, peer: _Peer, ack: Ack) -> None:
+        if ack.index not in peer.in_flight:
+            message = f"{peer.name} acknowledged bucket {ack.index}, which it was not sent"
+            self._fail(peer.name, WireError(message, server=peer.name, bucket=ack.index))
+            return
+        del peer.in_flight[ack.index]
+        if not ack.ok:
+            message = f"{peer.name} did not take bucket {ack.index}: {ack.message}"
+            self._fail(peer.name, TransportError(message, server=peer.name, bucket=ack.index))
+            return
+        peer.acked.add(ack.index)
+        self._changed.notify_all()
+
+    def _feed(self, peer: _Peer, now: float) -> None:
+        """Send what credits allow; notice silence and disconnection."""
+        if not peer.identity:
+            return
+        while peer.queue and len(peer.in_flight) < peer.credits and peer.name not in self.failures:
+            packed = peer.queue.popleft()
+            header = BucketHeader(packed.bucket.index, packed.bucket.nbytes, packed.checksums)
+            if self._say(peer, header, packed):
+                peer.in_flight[packed.bucket.index] = now
+        late = [i for i, since in peer.in_flight.items() if now - since > self._bucket_timeout_s]
+        if late:
+            message = f"{peer.name} did not acknowledge bucket {late[0]} in {self._bucket_timeout_s:g} s"
+            self._fail(peer.name, ServerTimeoutError(message, server=peer.name, bucket=late[0]))
+        elif now - peer.pinged > _PING_S and len(peer.acked) < len(self._buckets):
+            peer.pinged = now
+            self._say(peer, Ping())
+
+    def _say(self, peer: _Peer, message: Message, packed: PackedBucket | None = None) -> bool:
+        if not peer.identity:
+            return False
+        frames: list[bytes | memoryview] = [peer.identity, encode(message)]
+        if packed is not None:
+            frames.append(memoryview(packed.memory.numpy()))
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=packed is None)
+        except zmq.ZMQError as err:
+            if peer.name not in self.failures:
+                message_ = f"{peer.name} is gone ({err}); was it stopped or killed?"
+                self._fail(peer.name, ServerUnreachableError(message_, server=peer.name))
+            return False
+        return True
