@@ -1,0 +1,152 @@
+"""Every operation on CPU tensors: vectorised torch, bit-equal to reference.py.
+
+Work goes through row chunks of about a million elements, so that temporaries stay in cache and extra
+memory does not grow with the tensor. Bytes are written through uint8 views: a bucket may start anywhere,
+and nothing here needs an aligned address.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from . import rules
+from .reference import GOLDEN, TILE_WORDS, checksum_key
+
+CHUNK_ELEMENTS = 1 << 20
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Flat uint8 view of a contiguous tensor, or of a contiguous copy of any other."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def has_nonfinite(x: torch.Tensor) -> bool:
+    """NaN or Inf; in e4m3fn the codes 0x7F and 0xFF. Integers have none."""
+    if x.dtype == torch.float8_e4m3fn:
+        return bool(((x.view(torch.uint8) & 0x7F) == 0x7F).any())
+    if not x.dtype.is_floating_point:
+        return False
+    if x.element_size() == 1:
+        x = x.to(torch.float32)
+    return not bool(torch.isfinite(x).all())
+
+
+def encode(scaled: torch.Tensor, out: torch.Tensor, *, nonfinite: bool) -> None:
+    """fp32 -> e4m3 codes in `out` (uint8, same shape). `scaled` is overwritten."""
+    nan = torch.isnan(scaled) if nonfinite else None
+    out.view(torch.float8_e4m3fn).copy_(scaled.clamp_(-rules.FP8_MAX, rules.FP8_MAX))
+    if nan is not None:
+        out[nan] = 0x7F  # torch keeps the sign of a NaN, the GPU's cast does not
+
+
+def finite_amax(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, bool]:
+    """(amax over `dims` with NaN left out, whether x holds NaN or Inf)."""
+    magnitude = x.abs()
+    amax = _amax(magnitude, dims)
+    nonfinite = not bool(torch.isfinite(amax).all())
+    if nonfinite:
+        amax = _amax(torch.where(torch.isnan(magnitude), 0.0, magnitude), dims)
+    return amax, nonfinite
+
+
+def _amax(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    for dim in sorted(dims, reverse=True):  # one dimension at a time: the last is contiguous, hence fast
+        x = x.amax(dim)
+    return x
+
+
+def quantize_into(
+    source: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, rule: str, block: tuple[int, int]
+) -> bool:
+    """Quantize [M, K] into `codes` (uint8 [M, K], any row stride) and `scale_inv` (fp32, contiguous).
+
+    Returns whether the source holds NaN or Inf.
+    """
+    rows, cols = source.shape
+    if block == rules.WHOLE:
+        return _quantize_whole(source, codes, scale_inv, rule)
+    block_m, block_k = block
+    grid_k = -(-cols // block_k)
+    pad_k = grid_k * block_k - cols
+    step = max(1, CHUNK_ELEMENTS // (cols * block_m)) * block_m
+    nonfinite = False
+    for start in range(0, rows, step):
+        chunk = source[start : start + step].to(torch.float32)
+        valid = chunk.shape[0]
+        chunk = F.pad(chunk, (0, pad_k, 0, -valid % block_m)) if pad_k or valid % block_m else chunk
+        tiles = chunk.view(-1, block_m, grid_k, block_k)
+        amax, bad = finite_amax(tiles, (1, 3))
+        factor, scale_inv[start // block_m :][: amax.shape[0]] = rules.block_scales(amax, rule, source.dtype)
+        factor = factor[:, None, :, None]
+        scaled = tiles / factor if rule == "sglang" else tiles * factor
+        scaled = scaled.view(-1, grid_k * block_k)[:valid, :cols]
+        encode(scaled, codes[start : start + step], nonfinite=bad)
+        nonfinite |= bad
+    return nonfinite
+
+
+def _quantize_whole(source: torch.Tensor, codes: torch.Tensor, scale_inv: torch.Tensor, rule: str) -> bool:
+    """Two passes: the one scale needs every element first."""
+    step = max(1, CHUNK_ELEMENTS // source.shape[1])
+    parts = [finite_amax(part.to(torch.float32), (0, 1)) for part in source.split(step)]
+    nonfinite = any(bad for _, bad in parts)
+    amax = torch.stack([amax for amax, _ in parts]).max()
+    factor, scale = rules.block_scales(amax, rule, source.dtype)
+    scale_inv.fill_(scale)
+    for part, out in zip(source.split(step), codes.split(step), strict=True):
+        x = part.to(torch.float32)
+        encode(x / factor if rule == "sglang" else x * factor, out, nonfinite=nonfinite)
+    return nonfinite
+
+
+def dequantize(
+    codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    rows, cols = codes.shape
+    out = torch.empty(rows, cols, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    block_m, block_k = rules.resolve_block(rows, cols, block)
+    step = max(1, CHUNK_ELEMENTS // (cols * block_m)) * block_m
+    for start in range(0, rows, step):
+        part = codes[start : start + step]
+        scales = scale_inv[start // block_m : -(-(start + part.shape[0]) // block_m)].to(torch.float32)
+        scales = scales.repeat_interleave(block_m, 0)[: part.shape[0]].repeat_interleave(block_k, 1)[:, :cols]
+        out[start : start + step] = (part.to(torch.float32) * scales).to(dtype)
+    return out
+
+
+def to_signed(value: int) -> int:
+    """The signed 64-bit integer with the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix64(x: torch.Tensor) -> torch.Tensor:
+    """reference.mix64 on int64 tensors: products wrap, right shifts are logical."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * to_signed(factor)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@functools.cache
+def checksum_keys() -> torch.Tensor:
+    """int64 [TILE_WORDS]: the odd key of each word's position in its tile."""
+    return torch.tensor([to_signed(checksum_key(lane)) for lane in range(TILE_WORDS)], dtype=torch.int64)
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """int64 scalar: the checksum of a flat uint8 tensor's bytes."""
+    total = mix64(torch.tensor(to_signed((data.numel() + GOLDEN) % (1 << 64))))
+    tile_bytes = 4 * TILE_WORDS
+    step = CHUNK_ELEMENTS // tile_bytes * tile_bytes
+    for start in range(0, data.numel(), step):
+        part = data[start : start + step].clone()  # a fresh tensor is aligned for the view below
+        part = F.pad(part, (0, -part.numel() % tile_bytes))
+        words = part.view(torch.int32).view(-1, TILE_WORDS).to(torch.int64)
+        tiles = (words * checksum_keys()).sum(1)
+        index = torch.arange(1, tiles.numel() + 1) + start // tile_bytes
+        total += mix64(tiles + index * to_signed(GOLDEN)).sum()
+    return total
