@@ -133,6 +133,19 @@ class ServerLayout:
             "scale_format": self.scale_format,
         }
 
+    def as_hf_config(self) -> dict[str, Any]:
+        """The part of a Hugging Face config that `from_hf_config` reads."""
+        config: dict[str, Any] = {"torch_dtype": self.dtype}
+        if self.block is not None:
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.block),
+                "modules_to_not_convert": list(self.ignored),
+                "scale_fmt": self.scale_format,
+            }
+        return config
+
     def describe(self) -> str:
         if self.block is None:
             return f"unquantized {self.dtype}"

@@ -20,7 +20,7 @@ from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Re
 CREDITS = 2
 """Buckets a sender may have in flight to this server: one arriving, one being checked."""
 
-_TICK_S = 0.2
+_TICK_MS = 200
 
 
 class Receiver:
@@ -85,7 +85,7 @@ class Receiver:
     def _greet(self, socket: zmq.Socket[bytes], endpoint: str, hello: Hello, timeout_s: float) -> list[int]:
         _send(socket, hello)
         deadline = time.monotonic() + timeout_s
-        while not socket.poll(_TICK_S * 1000):
+        while not socket.poll(_TICK_MS):
             self._check_stop()
             if time.monotonic() > deadline:
                 raise TransportError(
@@ -112,7 +112,7 @@ class Receiver:
                 poller.register(socket, zmq.POLLIN)
         nbytes, heard = 0, time.monotonic()
         while any(expected.values()):
-            ready = poller.poll(_TICK_S * 1000)
+            ready = poller.poll(_TICK_MS)
             self._check_stop()
             if not ready and time.monotonic() - heard > timeout_s:
                 waiting = [i for indexes in expected.values() for i in indexes][:8]
@@ -143,7 +143,7 @@ class Receiver:
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
         memory = np.empty(bucket.nbytes, dtype=np.uint8)
-        received = socket.recv_into(memory)
+        received = socket.recv_into(memory.data)
         if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
         self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)

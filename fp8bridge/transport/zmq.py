@@ -144,7 +144,7 @@ class ZmqTransport:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
         while True:
-            poller.poll(_TICK_S * 1000)
+            poller.poll(int(_TICK_S * 1000))
             while self._woken.poll(0):
                 self._woken.recv()
             with self._changed:
@@ -238,7 +238,7 @@ class ZmqTransport:
             return False
         frames: list[bytes | memoryview] = [peer.identity, encode(message)]
         if packed is not None:
-            frames.append(memoryview(packed.memory.numpy()))
+            frames.append(packed.memory.numpy().data)
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=packed is None)
         except zmq.ZMQError as err:

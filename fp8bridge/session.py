@@ -1,0 +1,267 @@
+"""One update of a set of servers: begin, all acknowledged, commit; or every one as it was.
+
+    healthy ──begin──► updating ──commit──► healthy (new version)
+       ▲                  │ failed                 │ failed at commit
+       │                  ▼                        ▼
+       └───rollback───  (old version, resumed)   fenced (named; no part of later updates)
+
+Rank 0 alone runs this. Whatever happens, a server is resumed or fenced at the end: a fenced server
+is one that missed a version, or that may still be paused because it did not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from .config import BridgeConfig
+from .errors import BridgeError, CommitError, ServerError, VersionError
+from .plan import Manifest
+from .protocols import RolloutServer, ServerInfo
+
+log = logging.getLogger("fp8bridge")
+
+T = TypeVar("T")
+State = Literal["healthy", "updating", "fenced"]
+
+
+@dataclass(slots=True)
+class Member:
+    """A server of the set. `version`: the last one it committed for us, None before the first."""
+
+    server: RolloutServer
+    state: State = "healthy"
+    version: int | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+
+class ServerSet:
+    """The servers of a bridge. Not thread-safe; calls to the servers run in parallel inside."""
+
+    def __init__(self, servers: Sequence[RolloutServer]) -> None:
+        self.members = {s.name: Member(s) for s in servers}
+        # Two calls per server can run at a time (receive, and whatever ends it); threads are made on demand.
+        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="fp8bridge-server")
+
+    @property
+    def healthy(self) -> list[Member]:
+        return [m for m in self.members.values() if m.state == "healthy"]
+
+    def each(self, members: Sequence[Member], call: Callable[[Member], T]) -> dict[str, T | BridgeError]:
+        """`call` for every member at once; its value, or the BridgeError it raised."""
+        futures = {m.name: self._pool.submit(call, m) for m in members}
+        answers: dict[str, T | BridgeError] = {}
+        for name, future in futures.items():
+            answers[name] = _outcome(future)
+        return answers
+
+    def submit(self, member: Member, call: Callable[[Member], None]) -> Future[None]:
+        return self._pool.submit(call, member)
+
+    def require(self, members: Sequence[Member], call: Callable[[Member], T]) -> dict[str, T]:
+        """`call` for every member at once; the first error is raised after all have answered."""
+        found: dict[str, T] = {}
+        for name, answer in self.each(members, call).items():
+            if isinstance(answer, BridgeError):
+                raise answer
+            found[name] = answer
+        return found
+
+    def info(self) -> dict[str, ServerInfo]:
+        """What every member says about itself. Raises the first ServerError."""
+        return self.require(list(self.members.values()), lambda m: m.server.info())
+
+    def add(self, member: Member) -> None:
+        """A new member, or one that is there already."""
+        self.members[member.name] = member
+
+    def fence(self, member: Member, error: BridgeError) -> None:
+        member.state, member.reason = "fenced", str(error)
+        log.warning("fenced %s: %s", member.name, error)
+
+    def close(self) -> None:
+        for member in self.members.values():
+            member.server.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _outcome(future: Future[T]) -> T | BridgeError:
+    try:
+        return future.result()
+    except BridgeError as err:
+        return err
+
+
+class Update:
+    """One version on its way to the healthy servers of a set. Used once."""
+
+    def __init__(self, servers: ServerSet, version: int, manifest: Manifest, config: BridgeConfig) -> None:
+        self.version = version
+        self.paused_s = 0.0
+        self._servers = servers
+        self._manifest = manifest
+        self._config = config
+        self._tokens: dict[str, str] = {}
+        self._receiving: dict[str, Future[None]] = {}
+        self._failed: dict[str, BridgeError] = {}
+        self._paused_at = 0.0
+
+    @property
+    def updating(self) -> list[Member]:
+        return [m for m in self._servers.members.values() if m.state == "updating"]
+
+    def begin(self) -> dict[str, str]:
+        """Pause every healthy server and open a session on it: server name -> its secret token.
+
+        Raises, with every server resumed, if fewer than `min_healthy` could begin.
+        """
+        members = self._servers.healthy
+        self._require_enough(len(members))
+        self._tokens = {m.name: secrets.token_hex(16) for m in members}
+        self._paused_at = time.perf_counter()
+        for member in members:
+            member.state = "updating"
+        answers = self._servers.each(members, self._begin_one)
+        self.fail({name: answer for name, answer in answers.items() if isinstance(answer, BridgeError)})
+        return {m.name: self._tokens[m.name] for m in self.updating}
+
+    def receive(self, addresses: Sequence[str]) -> None:
+        """Tell every server to fetch its buckets; `gone` and `settle` learn how it went."""
+        for member in self.updating:
+            self._receiving[member.name] = self._servers.submit(
+                member,
+                lambda m: m.server.receive(
+                    addresses,
+                    self._tokens[m.name],
+                    self._manifest.hash,
+                    timeout_s=self._config.bucket_timeout_s,
+                ),
+            )
+
+    def gone(self, name: str) -> BridgeError | None:
+        """The error of a server whose `receive` has already failed; never waits."""
+        future = self._receiving.get(name)
+        if future is None or not future.done():
+            return None
+        answer = _outcome(future)
+        return answer if isinstance(answer, BridgeError) else None
+
+    def fail(self, errors: dict[str, BridgeError]) -> None:
+        """Take these servers out of the update: each goes back to its old version and is fenced.
+
+        Raises, with every server resumed, if fewer than `min_healthy` remain.
+        """
+        members = [m for m in self.updating if m.name in errors]
+        for member in members:
+            self._failed[member.name] = errors[member.name]
+            self._servers.fence(member, errors[member.name])
+        self._servers.each(members, self._release)
+        if len(self.updating) < self._config.min_healthy:
+            first = next(iter(errors.values()))
+            self.rollback(f"fewer than {self._config.min_healthy} servers are left")
+            raise first
+
+    def settle(self, sender_failures: dict[str, BridgeError]) -> None:
+        """Wait until each server says that it holds everything. Raises as `fail` does."""
+        failures = dict(sender_failures)
+        for member in self.updating:
+            if member.name in failures:
+                continue
+            answer = _outcome(self._receiving[member.name])
+            if isinstance(answer, BridgeError):
+                failures[member.name] = answer
+        if failures:
+            self.fail(failures)
+
+    def commit(self) -> list[str]:
+        """Every server still in the update switches to the new version and goes on generating.
+
+        Returns the names that hold it. Raises CommitError if they are fewer than `min_healthy`.
+        """
+        members = self.updating
+        errors: dict[str, BridgeError] = {}
+        for name, answer in self._servers.each(members, self._commit_one).items():
+            member = self._servers.members[name]
+            if isinstance(answer, BridgeError):
+                errors[name] = answer
+                self._servers.fence(member, answer)
+            else:
+                member.state, member.version, member.reason = "healthy", self.version, ""
+        self.paused_s = time.perf_counter() - self._paused_at
+        self._servers.each([self._servers.members[n] for n in errors], self._release)
+        committed = [m.name for m in members if m.name not in errors]
+        if len(committed) < self._config.min_healthy:
+            raise CommitError(
+                f"version {self.version} is on {len(committed)} servers, {self._config.min_healthy} were asked for; "
+                f"fenced: {'; '.join(str(e) for e in errors.values())}",
+                version=self.version,
+            )
+        return committed
+
+    def rollback(self, reason: str) -> None:
+        """Give up: every server drops what arrived and generates with its old version again.
+
+        One that does not confirm it is fenced. Calling it twice is harmless.
+        """
+        members = self.updating
+        if members:
+            log.warning("version %d is given up: %s", self.version, reason)
+        for name, answer in self._servers.each(members, self._release).items():
+            member = self._servers.members[name]
+            if isinstance(answer, BridgeError):
+                self._servers.fence(member, answer)
+            else:
+                member.state = "healthy"
+        self.paused_s = time.perf_counter() - self._paused_at if self._paused_at else 0.0
+
+    def _begin_one(self, member: Member) -> None:
+        member.server.pause(self._config.pause_mode)
+        # A session outlives a silent bucket and a slow commit request, and no more.
+        lease_s = self._config.bucket_timeout_s + self._config.request_timeout_s
+        member.server.begin(self._tokens[member.name], self._manifest.hash, lease_s=lease_s)
+
+    def _commit_one(self, member: Member) -> None:
+        member.server.commit(self._tokens[member.name], str(self.version))
+        if self._config.pause_mode != "in_place":
+            member.server.flush_cache()
+        member.server.resume()
+
+    def _release(self, member: Member) -> None:
+        """Abort and resume, both tried whatever the first one says."""
+        try:
+            member.server.abort(self._tokens[member.name])
+        finally:
+            member.server.resume()
+
+    def _require_enough(self, count: int) -> None:
+        if count < self._config.min_healthy:
+            fenced = "; ".join(f"{m.name}: {m.reason}" for m in self._servers.members.values() if m.state == "fenced")
+            raise ServerError(
+                f"{count} healthy servers, {self._config.min_healthy} are needed (fenced: {fenced or 'none'}); "
+                "repair them and bridge.admit(url)"
+            )
+
+
+def check_version(version: object, last: int | None, reported: dict[str, str | None]) -> None:
+    """Raise VersionError unless `version` is an int above the last one and above every server's claim."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise VersionError(f"version must be an integer >= 0, got {version!r}")
+    if last is not None and version <= last:
+        raise VersionError(f"version {version} is not larger than the last one, {last}; pass a growing number")
+    for name, text in reported.items():
+        if text and text.isdigit() and int(text) >= version:
+            raise VersionError(
+                f"{name} already claims version {text}, which is not below {version}; continue from there, or "
+                "restart the server",
+                server=name,
+                version=version,
+            )
