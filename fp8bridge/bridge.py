@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from .config import BridgeConfig
-from .errors import BridgeError, ConfigError, VerifyError, error_from_dict
+from .errors import BridgeError, ConfigError, RankError, VerifyError, error_from_dict
 from .gather import Gather
 from .layout import ServerLayout
 from .pack import SLOTS, Packer
@@ -128,16 +128,17 @@ class Bridge:
         counts: dict[str, int] = agree(self._ranks, lambda: self._compare(sent))[0]
         return counts
 
-    def admit(self, url: str) -> None:
+    def admit(self, server: str | RolloutServer) -> None:
         """Take a fenced (or new) server into the set; the next update brings it up to date.
 
         Collective. Raises as `connect` does, leaving the set as it was.
         """
+        name = server.rstrip("/") if isinstance(server, str) else server.name
 
         def admit() -> dict[str, Any]:
             if self._set is None:
                 return {}
-            member = self._set.members.get(url.rstrip("/")) or Member(self._server(url))
+            member = self._set.members.get(name) or Member(self._server(server))
             info = member.server.info()
             resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
             member.server.preflight(self.plan.manifest)
@@ -264,23 +265,26 @@ class Bridge:
             self._failures |= {name: error_from_dict(data) for name, data in part.items()}
 
     def _send_mine(self, watch: Stopwatch, on_progress: Progress | None) -> dict[str, Any]:
-        error: BridgeError | None = None
+        error: Exception | None = None
         in_slot: list[int] = []
         total = sum(b.owner == self._ranks.rank for b in self.plan.manifest.buckets)
         self._sent = {}
         for round_index in range(len(self.plan.rounds)):
-            with watch.stage("gather"):
-                index, matrices = self._gather.round(round_index)
-            if index is None or error is not None:
-                continue  # the other ranks still count on this one's shards
+            # After an error the rounds go on: the other ranks still count on this one's messages.
             try:
+                with watch.stage("gather"):
+                    index, matrices = self._gather.round(round_index)
+                if index is None or error is not None:
+                    continue
                 if len(in_slot) >= SLOTS:
                     with watch.stage("wire"):
                         self._transport.wait(in_slot[-SLOTS])
                 with watch.stage("pack"):
                     packed = self._packer.pack(index, len(in_slot) % SLOTS, matrices)
-            except BridgeError as err:
-                error = err
+            except RankError:
+                raise
+            except Exception as err:  # noqa: BLE001 - raised below, when no rank waits for this one any more
+                error = error or err
                 continue
             self._transport.send(packed)
             in_slot.append(index)

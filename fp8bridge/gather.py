@@ -28,6 +28,7 @@ class Gather:
         self._source = source
         self._items = plan.items_by_bucket()
         self._scratch: dict[str, torch.Tensor] = {}
+        self._device = torch.device("cpu")
 
     @property
     def extra_nbytes(self) -> int:
@@ -37,12 +38,15 @@ class Gather:
     def check_finite(self) -> None:
         """Raise NonFiniteError naming the first tensor with NaN or Inf in this rank's shards.
 
-        Only what would be sent is looked at: padding rows of a vocabulary may hold anything.
+        Only what would be sent is looked at: padding rows of a vocabulary may hold anything. Comes
+        before the rounds of every update, and learns on which device the parameters are.
         """
         shards = [s for item in self._plan.items for s in item.shards if s.rank == self._ranks.rank]
         flags = []
         for shard in shards:
-            low, high = torch.aminmax(self._box(shard).float() if _is_fp8(self._source, shard) else self._box(shard))
+            box = self._box(shard)
+            self._device = box.device
+            low, high = torch.aminmax(box)
             flags.append(torch.isfinite(low) & torch.isfinite(high))
         if not flags:
             return
@@ -58,24 +62,44 @@ class Gather:
     def round(self, index: int) -> tuple[int | None, list[torch.Tensor]]:
         """Move round `index`; collective. This rank's bucket, and the 2-D matrix of each of its items.
 
-        The matrices are views of parameters or of scratch memory, valid until the next round.
+        The matrices are views of parameters or of scratch memory, valid until the next round. An
+        error in reading this rank's own parameters is raised after the messages were exchanged
+        (with garbage, in an update that is lost anyway), so that no other rank is left waiting.
         """
         rank = self._ranks.rank
         mine: int | None = None
-        outgoing: dict[int, list[Shard]] = defaultdict(list)
+        outgoing: dict[int, list[tuple[int, Shard]]] = defaultdict(list)
         incoming: dict[int, list[tuple[int, Shard]]] = defaultdict(list)
         for bucket_index in self._plan.rounds[index]:
             owner = self._plan.manifest.buckets[bucket_index].owner
             for position, item in enumerate(self._items[bucket_index]):
+                itemsize = ITEMSIZE[item.meta.dtype]
                 for shard in item.shards:
                     if owner == rank and shard.rank != rank:
                         incoming[shard.rank].append((position, shard))
                     elif owner != rank and shard.rank == rank:
-                        outgoing[owner].append(shard)
+                        outgoing[owner].append((itemsize, shard))
             if owner == rank:
                 mine = bucket_index
         items = self._items[mine] if mine is not None else []
-        self._exchange(outgoing, incoming, items, matrices := self._matrices(items))
+        sends = self._messages("sending", {p: sum(n * s.rows * s.cols for n, s in v) for p, v in outgoing.items()})
+        receives = self._messages(
+            "receiving",
+            {p: sum(ITEMSIZE[items[i].meta.dtype] * s.rows * s.cols for i, s in v) for p, v in incoming.items()},
+        )
+        error: Exception | None = None
+        matrices: list[torch.Tensor] = []
+        try:
+            matrices = self._matrices(items)
+            for peer, message in sends.items():
+                _pack_shards(message, [self._box(s) for _, s in outgoing[peer]])
+        except Exception as err:  # noqa: BLE001 - raised again once the other ranks have their messages
+            error = err
+        self._ranks.exchange(sorted(sends.items()), sorted(receives.items()))
+        if error is not None:
+            raise error
+        for peer, message in receives.items():
+            _unpack_shards(message, incoming[peer], matrices)
         return mine, matrices
 
     def _matrices(self, items: list[Item]) -> list[torch.Tensor]:
@@ -97,39 +121,13 @@ class Gather:
             end += sizes[i]
         return matrices
 
-    def _exchange(
-        self,
-        outgoing: dict[int, list[Shard]],
-        incoming: dict[int, list[tuple[int, Shard]]],
-        items: list[Item],
-        matrices: list[torch.Tensor],
-    ) -> None:
-        sends = []
-        sizes = {peer: sum(self._box(s).nbytes for s in shards) for peer, shards in outgoing.items()}
-        memory = self._memory("sending", sum(_aligned(n) for n in sizes.values()))
-        end = 0
-        for peer in sorted(outgoing):
-            message = memory[end : end + sizes[peer]]
-            _pack_shards(message, [self._box(s) for s in outgoing[peer]])
-            sends.append((peer, message))
-            end += _aligned(sizes[peer])
-        receives, sizes = [], {
-            peer: sum(s.rows * s.cols * ITEMSIZE[items[i].meta.dtype] for i, s in parts)
-            for peer, parts in incoming.items()
-        }
-        memory = self._memory("receiving", sum(_aligned(n) for n in sizes.values()))
-        end = 0
-        for peer in sorted(incoming):
-            receives.append((peer, memory[end : end + sizes[peer]]))
-            end += _aligned(sizes[peer])
-        self._ranks.exchange(sends, receives)
-        for peer, message in receives:
-            offset = 0
-            for i, shard in incoming[peer]:
-                nbytes = shard.rows * shard.cols * ITEMSIZE[items[i].meta.dtype]
-                raw = message[offset : offset + nbytes].clone() if offset % 4 else message[offset : offset + nbytes]
-                _place(matrices[i], shard, raw.view(matrices[i].dtype).view(shard.rows, shard.cols))
-                offset += nbytes
+    def _messages(self, name: str, nbytes: dict[int, int]) -> dict[int, torch.Tensor]:
+        """One flat uint8 message per peer, side by side in kept memory."""
+        memory, end, found = self._memory(name, sum(_aligned(n) for n in nbytes.values())), 0, {}
+        for peer, size in nbytes.items():
+            found[peer] = memory[end : end + size]
+            end += _aligned(size)
+        return found
 
     def _is_direct(self, item: Item) -> bool:
         shard = item.shards[0] if len(item.shards) == 1 else None
@@ -150,20 +148,26 @@ class Gather:
     def _memory(self, name: str, nbytes: int) -> torch.Tensor:
         held = self._scratch.get(name)
         if held is None or held.numel() < nbytes:
-            self._scratch[name] = held = torch.empty(nbytes, dtype=torch.uint8, device=self._device())
+            self._scratch[name] = held = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return held
-
-    def _device(self) -> torch.device:
-        for item in self._plan.items:
-            for shard in item.shards:
-                if shard.rank == self._ranks.rank:
-                    return self._source.read(shard.param).device
-        return torch.device("cpu")
 
 
 def _place(matrix: torch.Tensor, shard: Shard, box: torch.Tensor) -> None:
     rows, cols = slice(shard.dst_row, shard.dst_row + shard.rows), slice(shard.dst_col, shard.dst_col + shard.cols)
     matrix[rows, cols].copy_(box)
+
+
+def _unpack_shards(message: torch.Tensor, parts: list[tuple[int, Shard]], matrices: list[torch.Tensor]) -> None:
+    """Shards from one peer, in plan order, to their places in matrices[i]."""
+    offset = 0
+    for i, shard in parts:
+        dtype = matrices[i].dtype
+        nbytes = shard.rows * shard.cols * dtype.itemsize
+        raw = message[offset : offset + nbytes]
+        # A view needs an aligned start; only a mix of item sizes in one message makes another.
+        box = (raw.clone() if offset % dtype.itemsize else raw).view(dtype).view(shard.rows, shard.cols)
+        _place(matrices[i], shard, box)
+        offset += nbytes
 
 
 def _pack_shards(message: torch.Tensor, boxes: list[torch.Tensor]) -> None:
@@ -175,10 +179,6 @@ def _pack_shards(message: torch.Tensor, boxes: list[torch.Tensor]) -> None:
         else:
             raw.copy_(box.contiguous().view(torch.uint8).view(-1))
         end += box.nbytes
-
-
-def _is_fp8(source: WeightSource, shard: Shard) -> bool:
-    return source.read(shard.param).element_size() == 1
 
 
 def _aligned(nbytes: int) -> int:

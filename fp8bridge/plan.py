@@ -146,9 +146,7 @@ class Plan:
 
     def gathered_nbytes(self) -> int:
         """Bytes that move between trainer ranks in one update."""
-        return sum(
-            s.rows * s.cols * ITEMSIZE[i.meta.dtype] for i in self.items for s in i.shards if s.rank != i.owner
-        )
+        return sum(s.rows * s.cols * ITEMSIZE[i.meta.dtype] for i in self.items for s in i.shards if s.rank != i.owner)
 
     def fallbacks(self) -> list[str]:
         """What is not done the ordinary way: casts and oversized buckets. Empty is good."""

@@ -197,9 +197,7 @@ def _choose_owners(drafts: list[_Draft], config: BridgeConfig) -> list[int]:
     return owners
 
 
-def _fill(
-    drafts: list[_Draft], owners: list[int], layout: ServerLayout, limit: int
-) -> tuple[list[Bucket], list[int]]:
+def _fill(drafts: list[_Draft], owners: list[int], layout: ServerLayout, limit: int) -> tuple[list[Bucket], list[int]]:
     """Buckets in round order, and the bucket index of each draft."""
     filling: dict[int, list[list[int]]] = defaultdict(list)
     room: dict[int, int] = {}
@@ -259,9 +257,7 @@ def _items(drafts: list[_Draft], owners: list[int], placed: list[int]) -> list[I
                 shard = min(held, key=lambda s: (lent[s.rank], s.rank))
                 lent[shard.rank] += shard.rows * shard.cols * ITEMSIZE[draft.meta.dtype]
             chosen.append(shard)
-        items.append(
-            Item(draft.meta, draft.decision.action, draft.decision.reason, owner, bucket, tuple(chosen))
-        )
+        items.append(Item(draft.meta, draft.decision.action, draft.decision.reason, owner, bucket, tuple(chosen)))
     return sorted(items, key=lambda i: i.bucket)
 
 
@@ -277,9 +273,7 @@ def _rounds(buckets: list[Bucket]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(r) for r in rounds)
 
 
-def _notes(
-    buckets: list[Bucket], layout: ServerLayout, metas: dict[str, TensorMeta], limit: int
-) -> list[str]:
+def _notes(buckets: list[Bucket], layout: ServerLayout, metas: dict[str, TensorMeta], limit: int) -> list[str]:
     notes = [
         f"oversized: bucket {b.index} is {b.nbytes} bytes (limit {limit}), a tensor or pair that cannot be split: "
         + max(b.entries, key=lambda e: e.nbytes).name

@@ -113,9 +113,11 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> list[Any]:
         own = err
         foreign = RankError(f"trainer rank {ranks.rank} failed: {type(err).__name__}: {err}")
         answer = {"error": (err if isinstance(err, BridgeError) else foreign).to_dict()}
-    answers = [json.loads(a) for a in ranks.all_gather(json.dumps(answer).encode())]
-    if own is not None:
-        raise own
+    try:
+        answers = [json.loads(a) for a in ranks.all_gather(json.dumps(answer).encode())]
+    finally:
+        if own is not None:
+            raise own
     for rank, other in enumerate(answers):
         if "error" in other:
             error = error_from_dict(other["error"])

@@ -162,4 +162,3 @@ def _send(socket: zmq.Socket[bytes], message: Message) -> None:
         socket.send(encode(message), zmq.DONTWAIT)
     except zmq.Again:
         return
-
