@@ -64,7 +64,7 @@ class Gather:
 
         The matrices are views of parameters or of scratch memory, valid until the next round. An
         error in reading this rank's own parameters is raised after the messages were exchanged
-        (with garbage, in an update that is lost anyway), so that no other rank is left waiting.
+        (zeros, in an update that is lost anyway), so that no other rank is left waiting.
         """
         rank = self._ranks.rank
         mine: int | None = None
@@ -95,6 +95,8 @@ class Gather:
                 _pack_shards(message, [self._box(s) for _, s in outgoing[peer]])
         except Exception as err:  # noqa: BLE001 - raised again once the other ranks have their messages
             error = err
+            for message in sends.values():
+                message.zero_()  # nobody else may trip over left-over bytes and take the blame
         self._ranks.exchange(sorted(sends.items()), sorted(receives.items()))
         if error is not None:
             raise error
