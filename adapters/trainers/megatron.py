@@ -88,7 +88,7 @@ class MegatronSource:
 
     def read(self, param: str) -> torch.Tensor:
         """The live parameter as a detached matrix view; it shares memory with the model."""
-        tensor = self._params[param].detach()
+        tensor: torch.Tensor = self._params[param].detach()
         return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
     def _slots(self, index: int, chunk: Any) -> Iterator[Slot]:

@@ -97,7 +97,7 @@ class DemoTrainer:
         self._optimizer.step()
         loss = _from_last_stage(torch.stack(losses).mean() if losses else torch.zeros(()))
         dist.all_reduce(loss, group=ps.get_data_parallel_group())
-        return loss.item() / ps.get_data_parallel_world_size()
+        return float(loss) / ps.get_data_parallel_world_size()
 
     def logprobs(self, tokens: list[int], weights: Weights | None = None) -> list[float]:
         """log p(tokens[i + 1] | tokens[: i + 1]) for every i, in fp32, the same on every rank.
@@ -114,7 +114,8 @@ class DemoTrainer:
             load_hf_tensors(self._twin, self.hf_config, weights)
         ids = torch.tensor(tokens)
         predicted = logits(self._twin, ids, int(self.hf_config["vocab_size"]))[:-1].log_softmax(-1)
-        return predicted.gather(-1, ids[1:, None])[:, 0].tolist()
+        found: list[float] = predicted.gather(-1, ids[1:, None])[:, 0].tolist()
+        return found
 
     def close(self) -> None:
         """Take down Megatron's process groups; torch.distributed stays the caller's."""
@@ -157,7 +158,8 @@ def logits(chunks: list[GPTModel], tokens: torch.Tensor, vocab: int) -> torch.Te
 
     def collect(_: torch.Tensor, slices: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
         # Columns past the vocabulary belong to its padding.
-        return gather_from_tensor_model_parallel_region(slices)[0, :, :vocab]
+        whole: torch.Tensor = gather_from_tensor_model_parallel_region(slices)
+        return whole[0, :, :vocab]
 
     # The interleaved schedule wants a multiple of the pipeline size; the copies are not read.
     copies = ps.get_pipeline_model_parallel_world_size() if len(chunks) > 1 else 1
@@ -241,7 +243,7 @@ def _schedule(
         wanted = None if forward_only else labels
         return model(tokens, positions, hidden, labels=wanted), partial(loss, labels)
 
-    return get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(batches) for _ in chunks],
         model=chunks,
@@ -251,6 +253,7 @@ def _schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return results
 
 
 def _next_token_loss(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
