@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from .config import BridgeConfig
-from .errors import BridgeError, ConfigError, RankError, VerifyError, error_from_dict
+from .errors import BridgeError, CommitError, ConfigError, RankError, VerifyError, error_from_dict
 from .gather import Gather
 from .layout import ServerLayout
 from .pack import SLOTS, Packer
@@ -80,7 +80,7 @@ class Bridge:
 
     @property
     def servers(self) -> dict[str, ServerReport]:
-        """State of every server, as of the last collective call; the same on every rank."""
+        """State of every server. Rank 0 knows at once; the others at the next call that succeeds."""
         return dict(self._states)
 
     def update_weights(self, *, version: int, on_progress: Progress | None = None) -> SyncReport:
@@ -109,6 +109,8 @@ class Bridge:
             if update is not None:
                 update.rollback(reason)
                 self._states = _states(self._set)
+            if isinstance(err, CommitError):
+                self._last_version = version  # some server has it; the number is used up
             raise
         self._transport.close()
         self._last_version = version
@@ -232,10 +234,13 @@ class Bridge:
         versions = agree(self._ranks, lambda: version)
         if len(set(versions)) > 1:
             raise ConfigError(f"the ranks were given different versions: {versions}")
+        agree(self._ranks, self._read_and_check)
+
+    def _read_and_check(self) -> None:
         before_read = getattr(self._source, "before_read", None)
         if before_read is not None:
             before_read()
-        agree(self._ranks, self._gather.check_finite)
+        self._gather.check_finite()
 
     def _open(self, update: Update | None, watch: Stopwatch) -> None:
         """Sessions on all servers, sockets on all senders, and the two connected."""

@@ -85,6 +85,9 @@ class Shard:
 class WeightSource(Protocol):
     """What a trainer offers. Three members; no base class to import.
 
+    A fourth, `before_read()`, is called on every rank before the reads of an update if it is there
+    (to finish a pending all-gather of parameters, say).
+
     hf_config: the Hugging Face config of the model as a dict; a `quantization_config` in it is
         the layout the trainer expects of the servers, and is compared with theirs.
     describe(): metadata and shards of what THIS rank holds (`Shard.rank` is this rank). Moves no

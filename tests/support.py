@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from fp8bridge.kernels import reference
 
 from fp8bridge import LoopbackServer, ServerLayout, Shard, TensorMeta
 from fp8bridge.errors import RankError
+from fp8bridge.kernels import reference
 from fp8bridge.ranks import Messages
 from fp8bridge.receiver import Receiver
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from fp8bridge.adapters.state_dict import StateDictSource
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fp8bridge
 from fp8bridge import LoopbackServer, ServerLayout
+from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.config import RULES
 from fp8bridge.errors import (
     ConfigError,

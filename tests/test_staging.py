@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fp8bridge.kernels import reference
 
 from fp8bridge import BridgeConfig, ServerLayout
 from fp8bridge.errors import ChecksumError, CommitError, ServerMismatchError, WireError
+from fp8bridge.kernels import reference
 from fp8bridge.planner import make_plan
 from fp8bridge.staging import StagedWeights, bucket_checksums, tensor_checksum
 

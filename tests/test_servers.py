@@ -1,0 +1,157 @@
+"""Whatever a server answers becomes an error that names it and keeps its words."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from fp8bridge.errors import (
+    ConfigError,
+    ServerMismatchError,
+    ServerRefusedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+)
+from fp8bridge.servers import HttpServer
+
+from .test_planner import plan_of
+
+
+class Scripted:
+    """A real HTTP server that gives prepared answers: path -> (status, body) or a callable."""
+
+    def __init__(self):
+        self.answers, self.seen = {}, []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                length = int(self.headers.get("content-length") or 0)
+                outer.seen.append((self.path, self.headers.get("authorization"), self.rfile.read(length)))
+                answer = outer.answers.get(self.path, (404, '{"detail":"Not Found"}'))
+                status, body = answer() if callable(answer) else answer
+                data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def scripted():
+    server = Scripted()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(scripted):
+    server = HttpServer(scripted.url, timeout_s=0.5, api_key="secret")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (400, {"success": False, "message": "A weight update session is already open."}, "already open"),
+        (400, {"error": {"message": "bad mode"}}, "bad mode"),
+        (400, {"object": "error", "message": "1 validation errors: mode"}, "1 validation errors"),
+        (401, {"error": "Unauthorized"}, "Unauthorized"),
+        (500, "Internal Server Error", "Internal Server Error"),
+        (200, {"success": False, "message": "no, but politely"}, "no, but politely"),
+        (502, "<html>gateway</html>", "<html>gateway</html>"),
+        (503, "", "Service Unavailable"),
+    ],
+)
+def test_a_refusal_keeps_status_and_words(scripted, client, status, body, words):
+    scripted.answers["/pause_generation"] = (status, body)
+    with pytest.raises(ServerRefusedError) as caught:
+        client.pause("abort")
+    error = caught.value
+    assert (error.status, error.server) == (status, scripted.url)
+    assert words in error.answer
+    assert scripted.url in str(error)
+    assert words in str(error)
+    assert "/pause_generation" in str(error)
+
+
+def test_a_silent_server_is_named_after_the_timeout(scripted, client):
+    scripted.answers["/pause_generation"] = lambda: time.sleep(2) or (200, {})
+    start = time.monotonic()
+    with pytest.raises(ServerTimeoutError, match=r"did not answer /pause_generation in 0\.5 s"):
+        client.pause("abort")
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_stopped_server_is_unreachable(scripted, client):
+    scripted.close()
+    with pytest.raises(ServerUnreachableError, match="is the server running"):
+        client.resume()
+    scripted.server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=scripted.server.serve_forever, daemon=True).start()
+
+
+def test_the_calls_speak_sglangs_fields(scripted, client):
+    for path in ("/pause_generation", "/begin_weight_update", "/end_weight_update", "/continue_generation"):
+        scripted.answers[path] = (200, {"success": True})
+    client.pause("retract")
+    client.begin("token", "hash", lease_s=3.0)
+    client.commit("token", "7")
+    client.resume()
+    bodies = [json.loads(body) for _, _, body in scripted.seen]
+    assert bodies == [
+        {"mode": "retract"},
+        {"selector": "all", "session": "token", "manifest_hash": "hash", "lease_s": 3.0},
+        {"session": "token", "weight_version": "7"},
+        {"torch_empty_cache": False},
+    ]
+    assert {auth for _, auth, _ in scripted.seen} == {"Bearer secret"}
+
+
+def test_a_server_without_our_receiver_is_refused_with_what_to_do(scripted, client):
+    scripted.answers["/server_info"] = (200, {"version": "0.5.23"})
+    with pytest.raises(ServerMismatchError, match=r"takes no weights over ZMQ [\s\S]*fp8bridge serve"):
+        client.info()
+
+
+def test_a_server_of_a_quantization_we_cannot_serve(scripted, client):
+    config = {"quantization_config": {"quant_method": "awq"}}
+    scripted.answers["/server_info"] = (200, {"fp8bridge": {"hf_config": config}})
+    scripted.answers["/model_info"] = (200, {"weight_version": "default"})
+    with pytest.raises(ServerMismatchError, match="quant_method is 'awq'") as caught:
+        client.info()
+    assert caught.value.server == scripted.url
+
+
+def test_preflight_compares_the_hash_that_the_server_computes(scripted, client):
+    manifest = plan_of().manifest
+    scripted.answers["/fp8bridge/preflight"] = (200, {"success": True, "hash": "other"})
+    with pytest.raises(ServerMismatchError, match="reads plan other"):
+        client.preflight(manifest)
+    scripted.answers["/fp8bridge/preflight"] = (400, {"success": False, "message": "2 differences: x, y"})
+    with pytest.raises(ServerMismatchError, match="cannot take this model: 2 differences: x, y"):
+        client.preflight(manifest)
+    scripted.answers["/fp8bridge/preflight"] = (200, {"success": True, "hash": manifest.hash})
+    client.preflight(manifest)
+
+
+@pytest.mark.parametrize("url", ["rollout-0:30000", "ftp://host", "http://", ""])
+def test_an_address_that_is_none(url):
+    with pytest.raises(ConfigError, match="give http://host:port"):
+        HttpServer(url, timeout_s=1)
