@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 import zmq
 
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
@@ -51,6 +52,7 @@ class ZmqTransport:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._reason = ""
+        self._twins: dict[int, torch.Tensor] = {}
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         if self._thread is not None:
@@ -102,6 +104,7 @@ class ZmqTransport:
                 self._fail(name, TransportError(reason, server=name))
 
     def send(self, packed: PackedBucket) -> None:
+        packed = self._on_host(packed)
         with self._changed:
             for peer in self._live():
                 peer.queue.append(packed)
@@ -122,6 +125,18 @@ class ZmqTransport:
         self._thread.join()
         self._thread = None
         self._context.destroy(linger=200)
+
+    def _on_host(self, packed: PackedBucket) -> PackedBucket:
+        """The bucket in memory that libzmq can read: a pinned twin of each of the packer's CUDA slots."""
+        if packed.memory.device.type == "cpu":
+            return packed
+        slot = packed.memory.data_ptr()
+        twin = self._twins.get(slot)
+        if twin is None or twin.numel() < packed.bucket.nbytes:
+            twin = self._twins[slot] = torch.empty(packed.bucket.nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = twin[: packed.bucket.nbytes]
+        memory.copy_(packed.memory)
+        return replace(packed, memory=memory)
 
     def _live(self) -> list[_Peer]:
         return [p for p in self._peers.values() if p.name not in self.failures]
