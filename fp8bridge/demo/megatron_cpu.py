@@ -34,7 +34,7 @@ class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_mode: _CudaMeansCpu | None = None
+_mode: Any = None
 
 
 def use_cpu() -> None:

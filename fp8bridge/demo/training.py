@@ -97,7 +97,7 @@ class DemoTrainer:
         self._optimizer.step()
         loss = _from_last_stage(torch.stack(losses).mean() if losses else torch.zeros(()))
         dist.all_reduce(loss, group=ps.get_data_parallel_group())
-        return float(loss) / ps.get_data_parallel_world_size()
+        return float(loss / ps.get_data_parallel_world_size())
 
     def logprobs(self, tokens: list[int], weights: Weights | None = None) -> list[float]:
         """log p(tokens[i + 1] | tokens[: i + 1]) for every i, in fp32, the same on every rank.
@@ -148,7 +148,7 @@ def load_hf_tensors(chunks: list[GPTModel], hf_config: Mapping[str, Any], weight
             target = source.read(shard.param)[shard.src_row :, shard.src_col :]
             part = whole[shard.dst_row :, shard.dst_col :][: shard.rows, : shard.cols]
             target[: shard.rows, : shard.cols].copy_(part)
-    _share_embeddings(chunks)
+    share_embeddings(chunks)
 
 
 def logits(chunks: list[GPTModel], tokens: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -168,7 +168,7 @@ def logits(chunks: list[GPTModel], tokens: torch.Tensor, vocab: int) -> torch.Te
     return _from_last_stage(found[0] if found else torch.zeros(len(tokens), vocab))
 
 
-def _share_embeddings(chunks: list[GPTModel]) -> None:
+def share_embeddings(chunks: list[GPTModel]) -> None:
     """Give the last stage its copy of tied embeddings, which is no HF tensor of its own."""
     from megatron.core import parallel_state as ps
 
