@@ -41,6 +41,10 @@ TINY_QWEN3: dict[str, Any] = {
 }
 """No size is a multiple of 128, so every matrix has ragged quantization blocks."""
 
+SEQ_LENGTH = 32
+MICRO_BATCHES = 4
+MICRO_BATCH_SIZE = 4
+
 
 class DemoTrainer:
     """One per rank of a TP x PP (x VPP) world; the ranks left over are data parallel.
@@ -60,9 +64,6 @@ class DemoTrainer:
         pp: int = 2,
         vpp: int = 1,
         seed: int = 1234,
-        seq_length: int = 32,
-        micro_batches: int = 4,
-        micro_batch_size: int = 4,
         lr: float = 3e-3,
         overlap_param_gather: bool = False,
     ) -> None:
@@ -76,8 +77,8 @@ class DemoTrainer:
         use_cpu()
         ps.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
         self.hf_config = dict(hf_config)
-        self._seq_length, self._micro_batch_size = seq_length, micro_batch_size
-        self._micro_batches = micro_batches
+        # The interleaved schedule wants a multiple of the pipeline size.
+        self._micro_batches = -(-MICRO_BATCHES // pp) * pp
         # TP ranks draw the same whole weights and keep their slice; stages must differ.
         torch.manual_seed(seed + 100 * ps.get_pipeline_model_parallel_rank())
         self.chunks, self._optimizer = _wrap(build_model(hf_config, dtype=torch.bfloat16), lr, overlap_param_gather)
@@ -124,11 +125,13 @@ class DemoTrainer:
         ps.destroy_model_parallel()
 
     def _batch(self) -> Batch:
-        """Arithmetic progressions (start and stride from the data seed), wrapped at 64."""
-        shape = (self._micro_batch_size, 1)
-        start = torch.randint(0, 64, shape, generator=self._data)
+        """Arithmetic progressions (start and stride from the data seed), wrapped at 64: most of the
+        vocabulary never occurs, which is the first thing to learn, and quickly."""
+        period = min(64, int(self.hf_config["vocab_size"]))
+        shape = (MICRO_BATCH_SIZE, 1)
+        start = torch.randint(0, period, shape, generator=self._data)
         stride = torch.randint(1, 4, shape, generator=self._data)
-        line = (start + stride * torch.arange(self._seq_length + 1)) % 64
+        line = (start + stride * torch.arange(SEQ_LENGTH + 1)) % period
         return line[:, :-1], line[:, 1:]
 
 
