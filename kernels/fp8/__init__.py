@@ -7,6 +7,7 @@ tensor names, servers or configurations. Triton is imported only when a CUDA ten
 
 from .checksum import ChecksumTable, checksum
 from .dequantize import dequantize
+from .mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from .pack import BoundPack, PackItem, PackTable, quantize, quantize_pack
 from .rules import BLOCKS, RULES, WHOLE
 from .unpack import BoundUnpack, UnpackItem, UnpackTable, unpack_scatter
@@ -24,7 +25,9 @@ __all__ = [
     "UnpackTable",
     "checksum",
     "dequantize",
+    "dequantize_mxfp8",
     "quantize",
+    "quantize_mxfp8",
     "quantize_pack",
     "unpack_scatter",
 ]

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp8bridge.errors import ConfigError
 
 from . import checks, cpu
+
+if TYPE_CHECKING:
+    from . import checksum_triton
 
 
 class ChecksumTable:
@@ -41,10 +44,10 @@ class ChecksumTable:
         return cls(tuple((offset, nbytes) for offset, nbytes in spans), checks.concrete_device(device))
 
     @functools.cached_property
-    def device_table(self) -> Any:
+    def device_table(self) -> checksum_triton.DeviceTable:
         from . import checksum_triton
 
-        return checksum_triton.DeviceTable.upload(self)
+        return checksum_triton.DeviceTable(self)
 
 
 def checksum(table: ChecksumTable, bucket: torch.Tensor) -> torch.Tensor:

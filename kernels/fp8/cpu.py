@@ -137,9 +137,14 @@ def checksum_keys() -> torch.Tensor:
     return torch.tensor([to_signed(checksum_key(lane)) for lane in range(TILE_WORDS)], dtype=torch.int64)
 
 
+def checksum_start(nbytes: int) -> int:
+    """What the length contributes, as a signed integer; every tile adds to it."""
+    return int(mix64(torch.tensor(to_signed((nbytes + GOLDEN) % (1 << 64)))))
+
+
 def checksum(data: torch.Tensor) -> torch.Tensor:
     """int64 scalar: the checksum of a flat uint8 tensor's bytes."""
-    total = mix64(torch.tensor(to_signed((data.numel() + GOLDEN) % (1 << 64))))
+    total = torch.tensor(checksum_start(data.numel()))
     tile_bytes = 4 * TILE_WORDS
     step = CHUNK_ELEMENTS // tile_bytes * tile_bytes
     for start in range(0, data.numel(), step):

@@ -39,5 +39,7 @@ def dequantize(
     if codes.device.type == "cuda":
         from . import dequantize_triton
 
-        return dequantize_triton.launch(codes, scale_inv, rules.resolve_block(codes.shape[0], codes.shape[1], block), dtype)
+        return dequantize_triton.launch(
+            codes, scale_inv, rules.resolve_block(codes.shape[0], codes.shape[1], block), dtype
+        )
     return cpu.dequantize(codes, scale_inv, block, dtype)

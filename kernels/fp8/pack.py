@@ -13,13 +13,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp8bridge.errors import ConfigError
 
 from . import checks, cpu, rules
+
+if TYPE_CHECKING:
+    from . import pack_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,11 @@ class PackTable:
         return BoundPack(self, tuple(sources))
 
     @functools.cached_property
-    def device_table(self) -> Any:
+    def device_table(self) -> pack_triton.DeviceTable:
         """The Triton side's tables, on the device."""
         from . import pack_triton
 
-        return pack_triton.DeviceTable.upload(self)
+        return pack_triton.DeviceTable(self)
 
 
 class BoundPack:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .pack import PackItem
 
 FP8 = torch.float8_e4m3fn
 F32 = torch.float32
@@ -89,6 +93,42 @@ def dequantize(
     return out
 
 
+def quantize_mxfp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M, K] -> (codes e4m3fn [M, K], scales uint8 E8M0 [M, ceil(K/32)])."""
+    rows, cols = weight.shape
+    codes = torch.empty(rows, cols, dtype=FP8)
+    scales = torch.empty(rows, -(-cols // 32), dtype=torch.uint8)
+    for i in range(rows):
+        for j in range(scales.shape[1]):
+            w = weight[i, 32 * j : 32 * (j + 1)].to(F32)
+            v = (block_amax(w) * torch.tensor(1 / 448, dtype=F32)).item()
+            if math.isinf(v):
+                exponent, factor = 0xFE, 0.0
+            elif v <= 2.0**-127:
+                exponent, factor = 0, 1.0
+            else:
+                exponent = 127 + math.ceil(math.log2(v))  # a double: exact enough to be corrected below
+                while 2.0 ** (exponent - 127) < v:
+                    exponent += 1
+                while 2.0 ** (exponent - 128) >= v:
+                    exponent -= 1
+                factor = 2.0 ** (127 - exponent)
+            scales[i, j] = exponent
+            codes[i, 32 * j : 32 * (j + 1)] = encode_e4m3(w * torch.tensor(factor, dtype=F32))
+    return codes, scales
+
+
+def dequantize_mxfp8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
+    out = torch.empty(codes.shape, dtype=dtype)
+    for i in range(codes.shape[0]):
+        for j in range(scales.shape[1]):
+            exponent = int(scales[i, j])
+            factor = torch.tensor(math.nan if exponent == 0xFF else 2.0 ** (exponent - 127), dtype=F32)
+            columns = slice(32 * j, 32 * (j + 1))
+            out[i, columns] = (codes[i, columns].to(F32) * factor).to(dtype)
+    return out
+
+
 def to_bytes(x: torch.Tensor) -> bytes:
     return bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())
 
@@ -101,7 +141,7 @@ def has_nonfinite(x: torch.Tensor) -> bool:
 
 
 def quantize_pack(
-    items: Sequence, sources: Sequence[torch.Tensor], rule: str, block: tuple[int, int], bucket: bytearray
+    items: Sequence[PackItem], sources: Sequence[torch.Tensor], rule: str, block: tuple[int, int], bucket: bytearray
 ) -> list[int]:
     """Write every item at its offsets into `bucket`; returns the non-finite flag of each item."""
     flags = []
@@ -116,6 +156,13 @@ def quantize_pack(
         bucket[item.offset : item.offset + len(payload)] = payload
         flags.append(int(has_nonfinite(source)))
     return flags
+
+
+def unpack(offset: int, like: torch.Tensor, bucket: bytes) -> torch.Tensor:
+    """The contiguous tensor with the shape and dtype of `like` at `offset` of a bucket."""
+    nbytes = like.numel() * like.element_size()
+    data = torch.tensor(list(bucket[offset : offset + nbytes]), dtype=torch.uint8)
+    return data.view(like.dtype).view(like.shape)
 
 
 MASK64 = (1 << 64) - 1

@@ -51,14 +51,15 @@ def block_scales(amax: torch.Tensor, rule: str, dtype: torch.dtype) -> tuple[tor
         (factor, scale_inv), fp32, shaped like amax. `factor` is what elements are divided by under
         `sglang` and multiplied with under the other rules.
     """
+    # full_like: torch turns `448 / tensor` into a reciprocal, and on CUDA `tensor / 448` as well.
     if rule in ("te", "te_pow2"):
-        factor = torch.full_like(amax, FP8_MAX) / amax  # `448 / tensor` would be 448 * (1 / tensor)
+        factor = torch.full_like(amax, FP8_MAX) / amax
         factor = torch.where(torch.isinf(factor), torch.finfo(dtype).max, factor)
         if rule == "te_pow2":
             factor = (factor.view(torch.int32) & ~_MANTISSA_BITS).view(torch.float32)
         factor = torch.where((amax == 0) | torch.isinf(amax), 1.0, factor)
         return factor, 1.0 / factor
-    scale = torch.clamp(amax, min=AMAX_FLOOR[rule]) / FP8_MAX
+    scale = torch.clamp(amax, min=AMAX_FLOOR[rule]) / torch.full_like(amax, FP8_MAX)
     if rule == "ue8m0":
         scale = ((scale.view(torch.int32) + _MANTISSA_BITS) & _EXPONENT_BITS).view(torch.float32)
     scale = torch.where(torch.isinf(amax), 1.0, scale)

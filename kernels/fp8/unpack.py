@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp8bridge.errors import ConfigError
 
 from . import checks
+
+if TYPE_CHECKING:
+    from . import unpack_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,10 @@ class UnpackTable:
         return BoundUnpack(self, tuple(destinations))
 
     @functools.cached_property
-    def device_table(self) -> Any:
+    def device_table(self) -> unpack_triton.DeviceTable:
         from . import unpack_triton
 
-        return unpack_triton.DeviceTable.upload(self)
+        return unpack_triton.DeviceTable(self)
 
 
 class BoundUnpack:
