@@ -73,3 +73,8 @@ def concrete_device(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether work on this device goes to the Triton kernels. Tests answer yes for the CPU as well."""
+    return device.type == "cuda"

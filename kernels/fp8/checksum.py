@@ -56,7 +56,7 @@ def checksum(table: ChecksumTable, bucket: torch.Tensor) -> torch.Tensor:
     `value & 0xFFFFFFFFFFFFFFFF` in Python gives the unsigned number. Asynchronous on CUDA.
     """
     checks.check_bucket(bucket, table.nbytes, table.device)
-    if bucket.device.type == "cuda":
+    if checks.uses_triton(table.device):
         return table.device_table.launch(bucket)
     values = [cpu.checksum(bucket[offset : offset + nbytes]) for offset, nbytes in table.spans]
     return torch.stack(values) if values else torch.empty(0, dtype=torch.int64)

@@ -6,7 +6,7 @@ import torch
 
 from fp8bridge.errors import ConfigError
 
-from . import cpu, rules
+from . import checks, cpu, rules
 
 
 def dequantize(
@@ -34,9 +34,9 @@ def dequantize(
     if tuple(scale_inv.shape) != expected:
         raise ConfigError(
             f"scales are {list(scale_inv.shape)}, but codes {list(codes.shape)} in blocks of {block} need "
-            f"{list(expected)}; trim padded scales first"
+            f"{list(expected)}: trim padded scales first"
         )
-    if codes.device.type == "cuda":
+    if checks.uses_triton(codes.device):
         from . import dequantize_triton
 
         return dequantize_triton.launch(

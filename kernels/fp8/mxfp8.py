@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from fp8bridge.errors import ConfigError
 
-from . import cpu, rules
+from . import checks, cpu, rules
 
 BLOCK = 32
 
@@ -37,7 +37,7 @@ def quantize_mxfp8(weight_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         )
     if weight_MK.shape[1] > 1 and weight_MK.stride(1) != 1:
         raise ConfigError(f"column stride is {weight_MK.stride(1)}; a row must be contiguous: pass .contiguous()")
-    if weight_MK.device.type == "cuda":
+    if checks.uses_triton(weight_MK.device):
         from . import mxfp8_triton
 
         return mxfp8_triton.launch(weight_MK.detach())

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_rules import INTERPRET, to_e4m3
+from .triton_rules import BF16, FP32, INTERPRET, to_e4m3, widen
 
 WARPS = 4
 _ROWS = tl.constexpr(32)
@@ -43,7 +43,8 @@ def _mxfp8_kernel(
     i_col = (tl.program_id(1) * _COLS + tl.arange(0, _COLS)).to(tl.int64)
     i_block = tl.program_id(1) * _BLOCKS + tl.arange(0, _BLOCKS)
     inside = (i_row < rows)[:, None] & (i_col < cols)[None, :]
-    x = tl.load(weight_ptr + i_row[:, None] * stride + i_col[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(weight_ptr + i_row[:, None] * stride + i_col[None, :], mask=inside, other=0.0)
+    x = widen(x, BF16 if x.dtype == tl.bfloat16 else FP32, INTERPRET)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = tl.where(magnitude > 0x7F800000, 0, magnitude)  # a NaN does not count
     amax = tl.max(tl.reshape(magnitude, (_ROWS, _BLOCKS, 32)), axis=2).to(tl.float32, bitcast=True)

@@ -111,7 +111,7 @@ class BoundPack:
         self.sources = sources
         self._addresses = _addresses(sources)
         self._device_sources = None
-        if table.device.type == "cuda":
+        if checks.uses_triton(table.device):
             strides = [checks.row_stride(source) for source in sources]
             self._device_sources = table.device_table.upload_sources(self._addresses[::2], strides)
 

@@ -39,6 +39,7 @@ from .triton_rules import (
     infinity_bits,
     magnitude_bits,
     to_e4m3,
+    widen,
 )
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _pack_block(
                 tl.atomic_or(flag_ptr, 1)
                 top = tl.max(tl.where(bits > INFINITY, 0, bits), axis=1)
             factor, scale_inv = block_scale(bits_to_fp32(top, DTYPE), RULE, DTYPE)
-            q = apply_factor(x.to(tl.float32), factor[:, None], RULE, DTYPE, INTERPRET)
+            q = apply_factor(widen(x, DTYPE, INTERPRET), factor[:, None], RULE, DTYPE, INTERPRET)
             _store_rows(dst, cols, row, height, width, to_e4m3(q, INTERPRET), ROWS, ALIGNED)
             i_row = row + tl.arange(0, ROWS)
             store_int32_bytes(
@@ -260,7 +261,7 @@ def _pack_block(
                 store_int32_bytes(address, value, value == value)
             for row in tl.range(0, height, ROWS):
                 x = _load_rows(src, stride, row, height, width, ROWS, DTYPE, ALIGNED, "evict_first")
-                q = apply_factor(x.to(tl.float32), factor, RULE, DTYPE, INTERPRET)
+                q = apply_factor(widen(x, DTYPE, INTERPRET), factor, RULE, DTYPE, INTERPRET)
                 _store_rows(dst, cols, row, height, width, to_e4m3(q, INTERPRET), ROWS, ALIGNED)
 
 

@@ -1,8 +1,8 @@
 """Triton device functions: the rounding rules of rules.py, and the cast to e4m3.
 
 `INTERPRET` is True under Triton's interpreter. Its casts to e4m3 and bf16 lose a carry out of the mantissa
-(125.02 becomes 64 instead of 128) and its fma rounds twice, so these are written differently there; the
-results are the same bits.
+(125.02 becomes 64 instead of 128), it misreads subnormal bf16, and its fma rounds twice, so these are
+written differently there; the results are the same bits.
 """
 
 # Triton reads a kernel's annotations (tl.constexpr), so its run-time arguments carry none.
@@ -53,6 +53,15 @@ def bits_to_fp32(bits, DTYPE: tl.constexpr):
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    """The same values in fp32."""
+    if INTERPRET and DTYPE == BF16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ class BoundUnpack:
         self.table = table
         self.destinations = destinations
         self._device_destinations = None
-        if table.device.type == "cuda":
+        if checks.uses_triton(table.device):
             addresses = [out.data_ptr() for out in destinations]
             strides = [checks.row_stride(out) * out.element_size() for out in destinations]
             self._device_destinations = table.device_table.upload_destinations(addresses, strides)
