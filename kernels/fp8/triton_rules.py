@@ -94,22 +94,25 @@ def block_scale(amax, RULE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def apply_factor(x, factor, RULE: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """x (fp32 [R, C]) times or divided by its factor (scalar or [R, 1])."""
+def apply_factor(x, factor, RULE: tl.constexpr, SHORT: tl.constexpr):
+    """x (fp32 [R, C]) times or divided by its factor (scalar or [R, 1]).
+
+    With SHORT, division takes a third of div.rn's instructions (0.65 -> 0.9 and more of copy bandwidth on
+    an H200): Markstein's correction of x * (1/s). It is right for sources of 16 bits without Inf:
+    tests/kernels/test_pack_gpu.py compares it with division for every bf16 and fp16 mantissa over every
+    fp32 mantissa of s. There is no such proof for fp32 sources.
+    """
     if RULE != "sglang":
         return x * factor
-    elif INTERPRET or DTYPE == FP32:
-        return tl.div_rn(x, factor)
-    else:
-        # The same quotient for a third of div.rn's instructions (0.65 -> 0.99 of copy bandwidth on an
-        # H200): Markstein's correction of x * (1/s). tests/kernels/test_pack.py compares it with division
-        # for every bf16 and fp16 mantissa over every fp32 mantissa of s; fp32 sources have no such proof.
+    elif SHORT:
         reciprocal = tl.div_rn(1.0, factor)
         estimate = x * reciprocal
         remainder = tl.fma(-estimate, factor, x)
         quotient = tl.fma(remainder, reciprocal, estimate)
         sign = x.to(tl.int32, bitcast=True) & -0x80000000  # the fma turns -0 into +0
         return ((quotient.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(x, factor)
 
 
 @triton.jit
