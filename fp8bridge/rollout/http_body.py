@@ -1,0 +1,43 @@
+"""Reading a request's JSON, bounded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from .bodies import InvalidBody, read_body
+
+B = TypeVar("B")
+
+MAX_BODY_NBYTES = 256 << 20
+"""A manifest is about 150 bytes a tensor; prompts are smaller."""
+
+
+async def read_request(cls: type[B], request: Request, *, optional: bool = False) -> B:
+    """The body as one of `bodies`. Raises InvalidBody. optional: no body at all means the defaults."""
+    return read_body(cls, await read_json(request, default={} if optional else None))
+
+
+async def read_json(request: Request, default: Any = None) -> Any:
+    raw = await _read(request)
+    if not raw:
+        if default is None:
+            raise InvalidBody(["body: Field required"])
+        return default
+    try:
+        return json.loads(raw)
+    except ValueError as err:
+        raise InvalidBody([f"body: JSON decode error, {err}"]) from err
+
+
+async def _read(request: Request) -> bytes:
+    chunks, nbytes = [], 0
+    async for chunk in request.stream():
+        nbytes += len(chunk)
+        if nbytes > MAX_BODY_NBYTES:
+            raise HTTPException(413, f"a body of more than {MAX_BODY_NBYTES} bytes is not read")
+        chunks.append(chunk)
+    return b"".join(chunks)
