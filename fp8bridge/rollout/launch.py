@@ -19,6 +19,7 @@ from ..errors import ServerTimeoutError, ServerUnreachableError
 from .config import ServeConfig, read_hf_config
 from .listen import listen, url_of
 
+START_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _LOG_TAIL_NBYTES = 4000
 
@@ -31,8 +32,8 @@ class RunningServer:
         self.process = process
         self._log_file = log_file
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Until it answers. Raises with the end of its log if it ends or takes too long."""
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Wait until it answers; its URL. Raises with the end of its log if it ends or takes too long."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self.process.poll() is not None:
@@ -43,7 +44,7 @@ class RunningServer:
             # The socket listens from the start, so a request waits until the model is there.
             try:
                 if httpx.get(f"{self.url}/health", timeout=1.0, trust_env=False).status_code == 200:
-                    return
+                    return self.url
             except httpx.TransportError:
                 time.sleep(_POLL_S)
             if time.monotonic() > deadline:
@@ -89,7 +90,7 @@ def launch(
     host: str = "127.0.0.1",
     port: int = 0,
     wait: bool = True,
-    timeout_s: float = 120.0,
+    timeout_s: float = START_TIMEOUT_S,
     **options: Any,
 ) -> RunningServer:
     """Start a server and, unless `wait` is off, wait until it is ready.
