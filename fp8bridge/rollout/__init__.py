@@ -17,12 +17,12 @@ from .config import ServeConfig
 
 if TYPE_CHECKING:
     from .app import serve
-    from .launch import RunningServer, launch
+    from .process import RunningServer, launch
 
 __all__ = ["RunningServer", "ServeConfig", "launch", "serve"]
 
 # starlette, uvicorn and transformers come only with what needs them.
-_LAZY = {"serve": ".app", "launch": ".launch", "RunningServer": ".launch"}
+_LAZY = {"serve": ".app", "launch": ".process", "RunningServer": ".process"}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ class InvalidBody(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     mode: Literal["abort", "retract", "in_place"] = "abort"
+    lease_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

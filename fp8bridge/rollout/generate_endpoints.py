@@ -90,11 +90,13 @@ class GenerateEndpoints:
     async def pause(self, request: Request) -> Response:
         body = await read_request(bodies.Pause, request)
         await asyncio.wrap_future(self._engine.pause(body.mode))
+        self._service.updates.expect_resume(body.lease_s)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
         await read_request(bodies.Empty, request)
         await asyncio.wrap_future(self._engine.resume())
+        self._service.updates.expect_resume(None)
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:

@@ -23,6 +23,9 @@ async def read_request(cls: type[B], request: Request, *, optional: bool = False
 
 async def read_json(request: Request, default: Any = None) -> Any:
     raw = await _read(request)
+    if raw and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # Besides being SGLang's rule, it keeps web pages from posting to a server on loopback.
+        raise InvalidBody(["header.content-type: Unsupported Media Type: Only 'application/json' is allowed"])
     if not raw:
         if default is None:
             raise InvalidBody(["body: Field required"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,8 @@ from .updates import Updates
 if TYPE_CHECKING:
     from .requests import Tokenizer
 
+log = logging.getLogger("fp8bridge.rollout")
+
 SPEAKS_SGLANG = "0.5.23"
 """The SGLang release whose endpoints, fields and refusals this server mirrors."""
 
@@ -25,6 +28,8 @@ class Service:
 
     def __init__(self, config: ServeConfig, url: str) -> None:
         torch.set_num_threads(config.threads)
+        if config.weights is None:
+            log.warning("no weights were given: they are random (seed %d)", config.seed)
         self.config = config
         self.url = url
         self.model = build_model(config.hf_config, seed=config.seed, weights=config.weights)

@@ -64,6 +64,8 @@ class Updates:
         self._engine = engine
         self._weights = engine.model.weights
         self._session: _Session | None = None
+        self._resume_by: float | None = None
+        """When a pause ends by itself, unless a session is open or the client says continue."""
         self._manifests: dict[str, Manifest] = {}
 
     @property
@@ -145,8 +147,7 @@ class Updates:
         except BridgeError:
             session.state = "open"
             raise
-        self._weights.abort()
-        self._session = None
+        self._close(session)
 
     async def abort(self, session_id: str | None, reason: str) -> bool:
         """Drop what arrived and close; False if nothing was open. Returns once a running pull has stopped."""
@@ -162,14 +163,16 @@ class Updates:
         """Abort sessions whose client is gone, and let generation go on. Runs as long as the server."""
         while True:
             await asyncio.sleep(_TICK_S)
-            session = self._session
-            if session is None or not session.expired:
-                continue
-            reason = f"nothing was heard from the client for {session.lease_s:g} s (its lease)"
-            await self._drop(session, reason)
-            if self._engine.paused:
-                await asyncio.wrap_future(self._engine.resume())
-                log.warning("generation was paused and goes on with weight version %s", self._engine.weight_version)
+            if self._session is not None and self._session.expired:
+                lease_s = self._session.lease_s
+                await self._drop(self._session, f"nothing was heard from the client for {lease_s:g} s (its lease)")
+                await self._resume()
+            elif self._session is None and self._resume_by is not None and time.monotonic() > self._resume_by:
+                await self._resume()
+
+    def expect_resume(self, lease_s: float | None) -> None:
+        """A pause ends by itself after this long without a session; None: only when told."""
+        self._resume_by = None if lease_s is None else time.monotonic() + lease_s
 
     async def close(self) -> None:
         if self._session is not None:
@@ -187,10 +190,21 @@ class Updates:
             await asyncio.wait([session.pull])
         if self._session is not session:
             return
-        self._weights.abort()
-        self._session = None
+        self._close(session)
         self.last_abort = {"reason": reason, "time": time.time(), "weight_version": self._engine.weight_version}
         log.warning("weight update aborted: %s; weight version stays %s", reason, self._engine.weight_version)
+
+    def _close(self, session: _Session) -> None:
+        self._weights.abort()
+        self._session = None
+        # Whoever opened it still has to say continue; a lease holds for that too.
+        self.expect_resume(session.lease_s)
+
+    async def _resume(self) -> None:
+        self._resume_by = None
+        if self._engine.paused:
+            await asyncio.wrap_future(self._engine.resume())
+            log.warning("nobody said continue: generation goes on with version %s", self._engine.weight_version)
 
     def _expect(self, session: _Session, manifest_hash: str) -> None:
         manifest = self._manifests.get(manifest_hash)

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
-
-import httpx
 
 from ..errors import ServerTimeoutError, ServerUnreachableError
 from .config import ServeConfig, read_hf_config
@@ -22,6 +21,7 @@ from .listen import listen, url_of
 START_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _LOG_TAIL_NBYTES = 4000
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RunningServer:
@@ -43,9 +43,9 @@ class RunningServer:
                 )
             # The socket listens from the start, so a request waits until the model is there.
             try:
-                if httpx.get(f"{self.url}/health", timeout=1.0, trust_env=False).status_code == 200:
+                with _WITHOUT_PROXY.open(f"{self.url}/health", timeout=1.0):
                     return self.url
-            except httpx.TransportError:
+            except OSError:
                 time.sleep(_POLL_S)
             if time.monotonic() > deadline:
                 raise ServerTimeoutError(
