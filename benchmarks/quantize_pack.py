@@ -42,6 +42,7 @@ SHAPE_SETS = {
     "DeepSeek-V3, 1 layer, 24 of 256 experts + shared": (DEEPSEEK_LAYER, [(256, 7168), (1, 7168), (1, 7168)]),
 }
 RULES = ("sglang", "te_pow2")
+BY_ROW = "quantize_pack te_pow2, blocks of 1x128"
 
 
 def times_ms(run, repeat):
@@ -63,7 +64,7 @@ def percentiles(values):
     return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
 
 
-def make_bucket(quantized, copied):
+def make_bucket(quantized, copied, block=(128, 128)):
     """(items, sources on the GPU): scales first, then copies, then codes, without padding, as on the wire."""
     sources = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02) for shape in quantized]
     extras = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02) for shape in copied]
@@ -71,7 +72,7 @@ def make_bucket(quantized, copied):
     scale_offsets = []
     for rows, cols in quantized:
         scale_offsets.append(offset)
-        grid_m, grid_k = rules.grid_shape(rows, cols, (128, 128))
+        grid_m, grid_k = rules.grid_shape(rows, cols, block)
         offset += 4 * grid_m * grid_k
     for rows, cols in copied:
         items.append(kernels.PackItem(rows, cols, "bfloat16", offset, None))
@@ -90,16 +91,16 @@ def aligned_bucket(items, nbytes):
     return room[shift : shift + nbytes]
 
 
-def eager_quantize(weight, rule):
+def eager_quantize(weight, rule, block=(128, 128)):
     """One matrix with torch's own operations on the GPU; pads ragged edges."""
     rows, cols = weight.shape
-    grid_m, grid_k = rules.grid_shape(rows, cols, (128, 128))
-    x = torch.nn.functional.pad(weight.float(), (0, grid_k * 128 - cols, 0, grid_m * 128 - rows))
-    tiles = x.view(grid_m, 128, grid_k, 128)
+    grid_m, grid_k = rules.grid_shape(rows, cols, block)
+    x = torch.nn.functional.pad(weight.float(), (0, grid_k * 128 - cols, 0, grid_m * block[0] - rows))
+    tiles = x.view(grid_m, block[0], grid_k, 128)
     factor, scale_inv = rules.block_scales(tiles.abs().amax((1, 3)), rule, weight.dtype)
     factor = factor[:, None, :, None]
     scaled = tiles / factor if rule == "sglang" else tiles * factor
-    scaled = scaled.clamp_(-448, 448).view(grid_m * 128, -1)[:rows, :cols]
+    scaled = scaled.clamp_(-448, 448).view(grid_m * block[0], -1)[:rows, :cols]
     return scaled.to(torch.float8_e4m3fn), scale_inv
 
 
@@ -127,7 +128,7 @@ def loop_quantize(weight, rule):
     return codes, scale_inv
 
 
-def check_matrices(items, sources, bucket, rule):
+def check_matrices(items, sources, bucket, rule, block=(128, 128)):
     """Every item against torch eager on the GPU, and a corner of every shape against the naive reference."""
     seen = set()
     for item, source in zip(items, sources, strict=True):
@@ -135,7 +136,7 @@ def check_matrices(items, sources, bucket, rule):
             written = bucket[item.offset : item.offset + 2 * item.rows * item.cols]
             assert torch.equal(written, source.view(-1).view(torch.uint8)), f"copied bytes differ: {item}"
             continue
-        codes, scale_inv = eager_quantize(source, rule)
+        codes, scale_inv = eager_quantize(source, rule, block)
         written = bucket[item.offset : item.offset + item.rows * item.cols]
         assert torch.equal(written, codes.view(-1).view(torch.uint8)), f"codes differ: {item}"
         scales = bucket[item.scale_offset : item.scale_offset + 4 * scale_inv.numel()]
@@ -143,9 +144,9 @@ def check_matrices(items, sources, bucket, rule):
         if source.shape not in seen:
             seen.add(source.shape)
             corner = slice(max(0, (item.rows - 1) // 128 * 128), None), slice(0, 256)
-            naive_codes, naive_scales = reference.quantize(source[corner].cpu(), rule)
+            naive_codes, naive_scales = reference.quantize(source[corner].cpu(), rule, block)
             assert torch.equal(codes[corner].cpu().view(torch.uint8), naive_codes.view(torch.uint8))
-            assert torch.equal(scale_inv[-1:, :2].cpu(), naive_scales)
+            assert torch.equal(scale_inv[-len(naive_scales) :, :2].cpu(), naive_scales)
 
 
 def copy_times(nbytes, repeat):
@@ -181,7 +182,20 @@ def bench_set(quantized, copied, repeat):
             times_ms(lambda r=rule: [eager_quantize(weight, r) for weight in matrices], 3)
         )
     bench_receiver(items, bucket, record, repeat)
+    nbytes, record[BY_ROW] = bench_by_row(quantized, copied, repeat)
+    result["bytes_by_row"] = read + nbytes
     return result
+
+
+def bench_by_row(quantized, copied, repeat):
+    """(bucket bytes, times) of the same matrices in blocks of 1x128, with 128 times the scales."""
+    items, sources = make_bucket(quantized, copied, (1, 128))
+    table = kernels.PackTable.build(items, rule="te_pow2", block=(1, 128), device="cuda")
+    bucket = aligned_bucket(items, table.nbytes)
+    bound = table.bind(sources)
+    bound.launch(bucket)
+    check_matrices(items, sources, bucket, "te_pow2", (1, 128))
+    return table.nbytes, percentiles(times_ms(lambda: bound.launch(bucket), repeat))
 
 
 def bench_receiver(items, bucket, record, repeat):
@@ -243,7 +257,8 @@ def bandwidths(result):
     for name, times in record.items():
         if name in ("copy", "copy of the bucket"):
             continue
-        nbytes = {"checksum": out_nbytes, "unpack_scatter": 2 * out_nbytes}.get(name, moved)
+        special = {"checksum": out_nbytes, "unpack_scatter": 2 * out_nbytes, BY_ROW: result["bytes_by_row"]}
+        nbytes = special.get(name, moved)
         speed = nbytes / times["p50"] / 1e6
         rows[name] = (speed, speed / (small_copy if name in ("checksum", "unpack_scatter") else copy))
     return rows

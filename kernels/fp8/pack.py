@@ -5,7 +5,7 @@
     flags = bound.launch(bucket)                                    # every step
 
 `quantize_pack(table, sources, bucket)` is the same in one call; it looks at every source's address each
-time (about 0.2 us a tensor) and binds again when one has moved.
+time (host time per tensor: benchmarks/results) and binds again when one has moved.
 """
 
 from __future__ import annotations
@@ -109,15 +109,16 @@ class BoundPack:
     def __init__(self, table: PackTable, sources: tuple[torch.Tensor, ...]) -> None:
         self.table = table
         self.sources = sources
-        self._addresses = _addresses(sources)
+        self._places = _places(sources)
         self._device_sources = None
         if checks.uses_triton(table.device):
+            addresses = [address for address, _ in self._places]
             strides = [checks.row_stride(source) for source in sources]
-            self._device_sources = table.device_table.upload_sources(self._addresses[::2], strides)
+            self._device_sources = table.device_table.upload_sources(addresses, strides)
 
     def matches(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether `sources` lie where this binding's did: same addresses, same row strides."""
-        return len(sources) == len(self.sources) and _addresses(sources) == self._addresses
+        """Whether `sources` lie where this binding's did: same addresses, same strides."""
+        return _places(sources) == self._places
 
     def launch(self, bucket: torch.Tensor) -> torch.Tensor:
         """Quantize and copy every source into `bucket` (flat uint8, any base alignment).
@@ -200,13 +201,9 @@ def _check_items(table: PackTable) -> int:
     return max((offset + nbytes for offset, nbytes, _ in spans), default=0)
 
 
-def _addresses(sources: Sequence[torch.Tensor]) -> list[int]:
-    """[address, row stride] of each source in one flat list: the cheapest thing to compare."""
-    flat: list[int] = []
-    for source in sources:
-        flat.append(source.data_ptr())
-        flat.append(checks.row_stride(source))
-    return flat
+def _places(sources: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Where each source lies: address and strides, the cheapest complete thing to compare."""
+    return [(source.data_ptr(), source.stride()) for source in sources]
 
 
 def _pack_on_cpu(table: PackTable, item: PackItem, source: torch.Tensor, bucket: torch.Tensor) -> int:

@@ -107,10 +107,8 @@ def apply_factor(x, factor, RULE: tl.constexpr, SHORT: tl.constexpr):
     elif SHORT:
         reciprocal = tl.div_rn(1.0, factor)
         estimate = x * reciprocal
-        remainder = tl.fma(-estimate, factor, x)
-        quotient = tl.fma(remainder, reciprocal, estimate)
-        sign = x.to(tl.int32, bitcast=True) & -0x80000000  # the fma turns -0 into +0
-        return ((quotient.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+        excess = tl.fma(estimate, factor, -x)  # the negated remainder: with x minus it, -0 would become +0
+        return tl.fma(excess, -reciprocal, estimate)
     else:
         return tl.div_rn(x, factor)
 
