@@ -196,18 +196,22 @@ class Engine:
 
     def _step(self) -> None:
         """One forward of the first running request, which then goes to the end of the line."""
-        generation = self._running.popleft()
+        generation = self._running[0]
+        failure: Exception | None = None
         try:
             self._forward(generation)
         except (RuntimeError, ValueError) as err:
             log.exception("request %s failed", generation.rid)
+            failure = err
+        # It stayed in line until now, so that whoever looks at the load meanwhile sees it.
+        self._running.popleft()
+        if failure is not None:
             generation.cache = None
-            generation.done.set_exception(err)
-            return
-        if generation.finish is None:
-            self._running.append(generation)
-        else:
+            generation.done.set_exception(failure)
+        elif generation.finish is not None:
             self._finish(generation)
+        else:
+            self._running.append(generation)
 
     def _forward(self, generation: Generation) -> None:
         if generation.cache is None:
