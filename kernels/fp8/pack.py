@@ -41,6 +41,10 @@ class PackItem:
     scale_offset: int | None
 
 
+_Places = list[tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]]
+"""Where each source lies and how: while this is equal, a table's uploaded records are right."""
+
+
 class PackTable:
     """The items of one bucket, checked once and uploaded to the device once. Immutable."""
 
@@ -52,7 +56,7 @@ class PackTable:
         self.dtypes = tuple(checks.torch_dtype(item.dtype, index) for index, item in enumerate(items))
         self.nbytes = _check_items(self)
         """The bucket's least size."""
-        self._last_bound: BoundPack | None = None
+        self._uploaded: tuple[_Places, torch.Tensor] | None = None
 
     @classmethod
     def build(
@@ -110,14 +114,14 @@ class BoundPack:
         self.table = table
         self.sources = sources
         self._places = _places(sources)
-        self._device_sources = None
+        self._device_sources: torch.Tensor | None = None
         if checks.uses_triton(table.device):
-            addresses = [address for address, _ in self._places]
+            addresses = [source.data_ptr() for source in sources]
             strides = [checks.row_stride(source) for source in sources]
             self._device_sources = table.device_table.upload_sources(addresses, strides)
 
     def matches(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether `sources` lie where this binding's did: same addresses, same strides."""
+        """Whether `sources` lie where this binding's did, with the same shapes, strides and dtypes."""
         return _places(sources) == self._places
 
     def launch(self, bucket: torch.Tensor) -> torch.Tensor:
@@ -141,11 +145,19 @@ class BoundPack:
 
 
 def quantize_pack(table: PackTable, sources: Sequence[torch.Tensor], bucket: torch.Tensor) -> torch.Tensor:
-    """`table.bind(sources).launch(bucket)`, keeping the binding while the sources stay where they are."""
-    bound = table._last_bound
-    if bound is None or not bound.matches(sources):
-        bound = table._last_bound = table.bind(sources)
-    return bound.launch(bucket)
+    """`table.bind(sources).launch(bucket)`, without a new upload while the sources stay where they are.
+
+    Keeps no source alive: what it remembers is only where the last ones lay.
+    """
+    if not checks.uses_triton(table.device):
+        return table.bind(sources).launch(bucket)
+    checks.check_bucket(bucket, table.nbytes, table.device)
+    places = _places(sources)
+    if table._uploaded is None or table._uploaded[0] != places:
+        bound = table.bind(sources)
+        assert bound._device_sources is not None
+        table._uploaded = (places, bound._device_sources)
+    return table.device_table.launch(table._uploaded[1], bucket)
 
 
 def quantize(
@@ -201,9 +213,8 @@ def _check_items(table: PackTable) -> int:
     return max((offset + nbytes for offset, nbytes, _ in spans), default=0)
 
 
-def _places(sources: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Where each source lies: address and strides, the cheapest complete thing to compare."""
-    return [(source.data_ptr(), source.stride()) for source in sources]
+def _places(sources: Sequence[torch.Tensor]) -> _Places:
+    return [(s.data_ptr(), s.shape, s.stride(), s.dtype, s.device) for s in sources]
 
 
 def _pack_on_cpu(table: PackTable, item: PackItem, source: torch.Tensor, bucket: torch.Tensor) -> int:

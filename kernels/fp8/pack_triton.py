@@ -64,6 +64,7 @@ _RECORD = tl.constexpr(10)
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Record kind of a quantized item: BF16, FP16, FP32 of triton_rules. A copy is kind 3."""
 COPY_KIND = 3
+_COPY_KIND = tl.constexpr(COPY_KIND)
 
 _FLOAT16_LANES = (0x00010001, 0x80008000)
 NONFINITE_MASKS = {
@@ -183,7 +184,7 @@ def _pack_kernel(
     kind = tl.load(record_ptr + 5)
     tail = tl.load(record_ptr + 6)
     flag_ptr = flags_ptr + item
-    if kind == 3:
+    if kind == _COPY_KIND:
         if PHASE != "amax":
             ones = tl.load(record_ptr + 7).to(tl.int32)
             tops = tl.load(record_ptr + 8).to(tl.int32)

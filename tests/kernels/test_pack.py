@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -264,6 +266,28 @@ def test_quantize_pack_follows_sources_that_move(device):
     assert bound.matches([parameter])
     parameter.data = second
     assert not bound.matches([parameter])
+
+
+def test_quantize_pack_keeps_no_source_alive(device):
+    """A table outlives the tensors a step gathered for it; holding them would hold the model."""
+    weight = random_matrix(64, 64, torch.bfloat16).to(device)
+    table = PackTable.build(lay_out([weight]), rule="te", device=device)
+    bucket = torch.empty(table.nbytes, dtype=torch.uint8, device=device)
+    kernels.quantize_pack(table, [weight], bucket)
+    alive = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert alive() is None
+
+
+def test_quantize_pack_looks_at_shape_and_dtype_even_at_the_same_address(device):
+    memory = random_matrix(64, 64, torch.bfloat16).to(device)
+    table = PackTable.build(lay_out([memory]), rule="te", device=device)
+    bucket = torch.empty(table.nbytes, dtype=torch.uint8, device=device)
+    kernels.quantize_pack(table, [memory], bucket)
+    for other in (memory.view(torch.float16), memory[:32]):
+        with pytest.raises(ConfigError, match="tensor 0 is"):
+            kernels.quantize_pack(table, [other], bucket)
 
 
 def test_parameters_that_need_gradients_are_welcome(device):
