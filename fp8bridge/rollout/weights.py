@@ -32,7 +32,8 @@ def random_weights(wanted: list[Wanted], layout: ServerLayout, *, seed: int, std
         if want.name.endswith("norm.weight"):
             tensor = torch.ones(want.shape)
         else:
-            generator = torch.Generator().manual_seed(seed * 0x1_0000_0000 + zlib.crc32(want.name.encode()))
+            # torch's CPU generator keeps 32 bits of a seed, so both have to be in those.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{want.name}".encode()))
             tensor = torch.randn(want.shape, generator=generator) * std
         stored |= _stored(want, tensor, layout)
     return stored
