@@ -5,9 +5,9 @@ A program looks up its unit (item, tile row, tile column), then the item's recor
 1. It reads the whole tile once for the amax, as integer magnitudes: their maximum also shows NaN and Inf.
 2. It reads the tile again in slices of 32 rows, now from cache, scales and stores.
 
-Reading twice is what makes this fast. Holding the tile in registers across the reduction takes 90 to 170
-registers a thread and stops at 0.90 of copy bandwidth on an H200; this needs 48, so five programs fit
-on a multiprocessor and keep 160 KB of reads in flight (measured: benchmarks/results).
+Holding the tile in registers across the reduction takes 90 to 170 registers a thread, and far more under
+`sglang`; this takes 48, so five programs share a multiprocessor and keep 160 KB of reads in flight.
+docs/kernels.md has the numbers.
 
 A block of 1x128 needs one pass (each row has its own amax); one scale per tensor needs two launches, the
 first only for the amax.
