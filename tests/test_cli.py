@@ -1,0 +1,218 @@
+"""The command line as a shell sees it: what is printed, where, and the exit code."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import fp8bridge
+import fp8bridge.cli.plan
+from fp8bridge.cli.app import main
+from fp8bridge.config import RULES
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LIGHT = "import sys; heavy = {'torch', 'numpy', 'zmq', 'httpx', 'transformers', 'starlette'} & set(sys.modules)"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Path of a model's config.json; call it with what is to be changed in it."""
+
+    def write(**changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(QWEN3_8B | changes))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run a command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        done = capsys.readouterr()
+        return stop.value.code, done.out, done.err
+
+    return call
+
+
+def test_version(run):
+    assert run("--version") == (0, f"fp8bridge {fp8bridge.__version__}\n", "")
+
+
+@pytest.mark.parametrize("start", [["-m", "fp8bridge"], ["-c", "from fp8bridge.__main__ import main; main()"]])
+def test_both_ways_to_start(start):
+    done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"fp8bridge {fp8bridge.__version__}\n"
+
+
+def test_help_names_every_command(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == ["demo", "plan", "doctor", "serve"]
+
+
+def test_help_and_plan_load_nothing_heavy(config):
+    """So that both answer at once; also, `plan` works where torch does not."""
+    code = (
+        "from fp8bridge.cli.app import main\n"
+        f"try: main(['plan', '--config', {config()!r}])\n"
+        f"except SystemExit: {LIGHT}; print(f'heavy: {{sorted(heavy)}}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("heavy: []\n"), done.stdout + done.stderr
+
+
+def test_plan_is_the_preview_and_the_largest_buckets(run, config):
+    code, out, _ = run("plan", "--config", config(), "--tp", "2", "--pp", "2", "--quantization", "fp8")
+    assert code == 0
+    assert "FP8 e4m3, 128x128 blocks, float32 scales" in out
+    assert "399 tensors" in out
+    assert "copy        147 tensors" in out
+    assert "quantize    252 tensors" in out
+    assert "predicted wire time" in out
+    assert re.search(r"largest of \d+ buckets", out)
+    assert len(re.findall(r"^ +\d+ +rank \d", out, re.MULTILINE)) == fp8bridge.cli.plan.LARGEST
+
+
+def test_plan_as_json_is_exact(run, config):
+    code, out, _ = run(
+        *("plan", "--config", config(), "--tp", "8", "--dp", "2", "--quantization", "fp8", "--json"),
+        *("--servers", "4", "--wire-gbytes-per-s", "20", "--bucket-mb", "512"),
+    )
+    assert code == 0
+    facts = json.loads(out)
+    hidden, ffn, kv, vocab, layers = 4096, 12288, 1024, 151936, 36
+    codes = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn)
+    rest = 2 * (2 * vocab * hidden + layers * (2 * hidden + 2 * 128) + hidden)
+    assert facts["nbytes_in"] == 2 * codes + rest
+    assert facts["nbytes_wire"] == codes + codes // 128**2 * 4 + rest
+    assert facts["actions"]["quantize"]["tensors"] == 7 * layers
+    assert facts["rule"] == "sglang"
+    assert facts["servers"] == 4
+    busiest = max(facts["nbytes_by_sender"].values())
+    assert facts["predicted_seconds"] == pytest.approx(busiest * 4 / 20e9)
+
+
+def test_plan_reads_a_folder_and_the_configs_own_quantization(run, config):
+    folder = config(quantization_config=fp8bridge.ServerLayout(block=(64, 128)).as_hf_config()["quantization_config"])
+    code, out, _ = run("plan", "--config", folder.removesuffix("/config.json"), "--json")
+    assert code == 0
+    assert json.loads(out)["layout"]["block"] == [64, 128]
+
+
+def test_plan_takes_a_quantization_from_a_file(run, config, tmp_path):
+    path = tmp_path / "quant.json"
+    quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    for text in (quant, QWEN3_8B | {"quantization_config": quant}):
+        path.write_text(json.dumps(text))
+        code, out, _ = run("plan", "--config", config(), "--quantization", str(path), "--json")
+        assert code == 0
+        assert json.loads(out)["rule"] == "ue8m0"
+
+
+def test_plan_says_when_nothing_would_be_quantized(run, config):
+    assert "--quantization fp8 plans for block-FP8 servers" in run("plan", "--config", config())[1]
+    assert "--quantization fp8" not in run("plan", "--config", config(), "--quantization", "none")[1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_plan_takes_every_rule_of_the_library(run, config, rule):
+    code, out, _ = run("plan", "--config", config(), "--quantization", "fp8", "--rule", rule, "--json")
+    assert code == 0
+    assert json.loads(out)["rule"] == rule
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "Usage"),
+        (["bogus"], "No such command 'bogus'"),
+        (["plan"], "Missing option '--config'"),
+        (["plan", "--config", "/no/such/file"], "does not exist"),
+        (["plan", "--config", ".", "--tp", "0"], "--tp"),
+        (["plan", "--config", ".", "--tp", "two"], "--tp"),
+        (["plan", "--config", ".", "--rule", "nearest"], "te_pow2"),
+        (["plan", "--config", ".", "--bucket-mb", "0"], "--bucket-mb"),
+        (["plan", "--config", ".", "--senders", "last"], "--senders"),
+        (["demo", "--steps", "0"], "--steps"),
+        (["doctor", "--timeout-s", "0"], "--timeout-s"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(run, words, says):
+    code, out, err = run(*words)
+    assert code == 2
+    assert says in out + err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "says"),
+    [
+        ({}, ["--tp", "3"], "cannot be cut into 3 equal slices"),
+        ({}, ["--pp", "5"], "36 layers cannot be split evenly over pp 5"),
+        ({}, ["--dtype", "int4"], "dtype int4"),
+        ({}, ["--dtype", "float32"], "allow_cast"),
+        ({}, ["--quantization", "none", "--rule", "te"], "not quantized; drop it"),
+        ({}, ["--quantization", "no.json"], "cannot read no.json"),
+        ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, [], "no Megatron table"),
+        ({"hidden_size": None}, [], "hidden_size is None"),
+        ({"quantization_config": {"quant_method": "awq"}}, [], "'awq'"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_code_1(run, config, changes, words, says):
+    code, out, err = run("plan", "--config", config(**changes), *words)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"error: [^\n]+\n", err)
+    assert says in err
+
+
+def test_a_config_that_is_not_json(run, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    code, _, err = run("plan", "--config", str(tmp_path))
+    assert code == 1
+    assert "is not JSON" in err
+
+
+def test_a_bug_is_one_line_too_and_says_how_to_see_more(run, config, monkeypatch):
+    monkeypatch.setattr(fp8bridge.cli.plan, "_by_rank", lambda *_, **__: 1 / 0)
+    code, _, err = run("plan", "--config", config())
+    assert code == 1
+    assert err == "error: ZeroDivisionError: division by zero (a bug; --traceback shows where)\n"
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_traceback_is_shown_on_request(config, position):
+    words = ["plan", "--config", config(), "--tp", "3"]
+    words.insert(position, "--traceback")
+    done = subprocess.run([sys.executable, "-m", "fp8bridge", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "megatron_layout.py" in done.stderr
+
+
+def test_demo_passes_its_options_and_exit_code_on(run, monkeypatch):
+    import fp8bridge.demo.run
+
+    seen = {}
+    monkeypatch.setattr(fp8bridge.demo.run, "run_demo", lambda **options: seen.update(options) or 1)
+    assert run("demo", "--steps", "3", "--servers", "1", "--tp", "1", "--pp", "4", "--seed", "7", "--json")[0] == 1
+    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True}
