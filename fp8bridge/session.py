@@ -95,8 +95,10 @@ class ServerSet:
 
 
 def _outcome(future: Future[T]) -> T | BridgeError:
+    # mypy would take the union for T itself, were the result returned directly.
     try:
-        return future.result()
+        value: T = future.result()
+        return value
     except BridgeError as err:
         return err
 

@@ -86,8 +86,13 @@ def _events(steps: int, servers: int, tp: int, pp: int, seed: int, show: Any) ->
         ranks = [context.Process(target=run_rank, args=(r, job, events), daemon=True) for r in range(tp * pp)]
         for process in ranks:
             process.start()
-        stack.callback(lambda: [process.kill() for process in ranks if process.is_alive()])
+        stack.callback(_kill, ranks)
         yield from _until_ended(ranks, events)
+
+
+def _kill(ranks: list[Any]) -> None:
+    for process in ranks:
+        process.kill()
 
 
 def _until_ended(ranks: list[Any], events: Any) -> Iterator[tuple[str, Any]]:
