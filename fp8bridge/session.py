@@ -61,7 +61,8 @@ class ServerSet:
         futures = {m.name: self._pool.submit(call, m) for m in members}
         answers: dict[str, T | BridgeError] = {}
         for name, future in futures.items():
-            answers[name] = _outcome(future)
+            answer = _outcome(future)
+            answers[name] = answer
         return answers
 
     def submit(self, member: Member, call: Callable[[Member], None]) -> Future[None]:
@@ -95,10 +96,8 @@ class ServerSet:
 
 
 def _outcome(future: Future[T]) -> T | BridgeError:
-    # mypy would take the union for T itself, were the result returned directly.
     try:
-        value: T = future.result()
-        return value
+        return future.result()
     except BridgeError as err:
         return err
 

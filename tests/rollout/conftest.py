@@ -8,9 +8,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
-from fp8bridge import rollout  # noqa: E402 - only where its parts are installed
+from fp8bridge import rollout
 
-from .rig import FP8_QWEN3, Client  # noqa: E402
+from .rig import FP8_QWEN3, Client
 
 
 @pytest.fixture(scope="module")

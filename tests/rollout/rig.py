@@ -15,8 +15,8 @@ import zmq
 
 from fp8bridge.layout import ServerLayout
 from fp8bridge.plan import Bucket, Entry, Manifest
-from fp8bridge.rollout.process import RunningServer
 from fp8bridge.rollout.model import ServedModel, build_model
+from fp8bridge.rollout.process import RunningServer
 from fp8bridge.staging import bucket_checksums
 from fp8bridge.wire import Ack, BucketHeader, Hello, Message, Refuse, Welcome, decode, encode
 
@@ -67,9 +67,7 @@ def make_manifest(tensors: dict[str, torch.Tensor], layout: ServerLayout, bucket
     end = 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for i, (name, tensor) in enumerate(ordered):
-        entries.append(
-            Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, tensor.nbytes)
-        )
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, tensor.nbytes))
         end += tensor.nbytes
         if end >= bucket_nbytes or i == len(ordered) - 1:
             buckets.append(Bucket(len(buckets), 0, end, tuple(entries)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -28,7 +29,7 @@ def spans_of(answer, *versions):
     spans = answer["meta_info"]["weight_versions"]
     assert [s["version"] for s in spans] == list(versions)
     assert spans[0]["start"] == 0
-    assert all(a["end"] == b["start"] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a["end"] == b["start"] for a, b in itertools.pairwise(spans))
     assert spans[-1]["end"] == len(answer["output_ids"])
     return spans
 

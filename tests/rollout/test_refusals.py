@@ -173,7 +173,9 @@ def test_other_transports_are_pointed_to_zmq(server, name):
     server.ok("/begin_weight_update")
     words = server.refused(f"/{name}", DISTRIBUTED)
     server.ok("/end_weight_update")
-    assert words.startswith(f"{name} is not carried by this server; send the weights with POST /update_weights_from_zmq")
+    assert words.startswith(
+        f"{name} is not carried by this server; send the weights with POST /update_weights_from_zmq"
+    )
 
 
 @pytest.fixture(scope="module")
