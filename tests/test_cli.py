@@ -2,13 +2,16 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
 import fp8bridge
+import fp8bridge.cli.doctor
 import fp8bridge.cli.plan
+import fp8bridge.cli.quantization
 from fp8bridge.cli.app import main
 from fp8bridge.config import RULES
 
@@ -154,6 +157,9 @@ def test_plan_takes_every_rule_of_the_library(run, config, rule):
         (["plan", "--config", ".", "--bucket-mb", "0"], "--bucket-mb"),
         (["plan", "--config", ".", "--senders", "last"], "--senders"),
         (["demo", "--steps", "0"], "--steps"),
+        (["serve"], "give --config"),
+        (["serve", "--config", ".", "--model-path", "."], "give --config"),
+        (["serve", "--config", ".", "--port", "65536"], "--port"),
         (["doctor", "--timeout-s", "0"], "--timeout-s"),
     ],
 )
@@ -192,6 +198,14 @@ def test_a_config_that_is_not_json(run, tmp_path):
     assert "is not JSON" in err
 
 
+def test_a_missing_package_points_to_the_doctor(run, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "fp8bridge.rollout.app", raising=False)
+    code, _, err = run("serve", "--config", config())
+    assert code == 1
+    assert re.fullmatch(r"error: [^\n]*uvicorn[^\n]*; `fp8bridge doctor` says what to install\n", err)
+
+
 def test_a_bug_is_one_line_too_and_says_how_to_see_more(run, config, monkeypatch):
     monkeypatch.setattr(fp8bridge.cli.plan, "_by_rank", lambda *_, **__: 1 / 0)
     code, _, err = run("plan", "--config", config())
@@ -216,3 +230,58 @@ def test_demo_passes_its_options_and_exit_code_on(run, monkeypatch):
     monkeypatch.setattr(fp8bridge.demo.run, "run_demo", lambda **options: seen.update(options) or 1)
     assert run("demo", "--steps", "3", "--servers", "1", "--tp", "1", "--pp", "4", "--seed", "7", "--json")[0] == 1
     assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `serve` hands to the rollout server, instead of running it: (ServeConfig, host, port)."""
+    import fp8bridge.rollout.app
+
+    calls = []
+    monkeypatch.setattr(fp8bridge.rollout.app, "serve", lambda *call: calls.append(call))
+    return calls
+
+
+def test_serve_a_config_with_random_weights(run, config, served):
+    assert run("serve", "--config", config(), "--quantization", "fp8", "--seed", "3", "--port", "0")[0] == 0
+    [(settings, host, port)] = served
+    assert settings.hf_config == QWEN3_8B | {"quantization_config": fp8bridge.cli.quantization.BLOCK_FP8}
+    assert (settings.weights, settings.tokenizer, settings.seed) == (None, None, 3)
+    assert (host, port) == ("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_serve_a_checkpoint_with_its_tokenizer_if_it_has_one(run, config, served, tmp_path, monkeypatch, tokenizer):
+    config()
+    if tokenizer:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setenv("FP8BRIDGE_API_KEY", "secret")
+    assert run("serve", "--model-path", str(tmp_path))[0] == 0
+    [(settings, *_)] = served
+    assert settings.weights == str(tmp_path)
+    assert settings.tokenizer == (str(tmp_path) if tokenizer else None)
+    assert settings.api_key == "secret"
+
+
+def test_a_server_started_from_the_shell_answers_the_doctor(config, free_port):
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 48}
+    path = config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    port = free_port()
+    command = [sys.executable, "-m", "fp8bridge", "serve", "--config", path, "--quantization", "fp8"]
+    process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        for line in process.stderr:
+            if "startup complete" in line:
+                break
+        found = fp8bridge.cli.doctor.check_server(f"http://127.0.0.1:{port}", timeout_s=10)
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert found.usable, found.error
+    assert found.layout.startswith("FP8 e4m3, 128x128")
+    assert found.weight_version == "default"
+    assert found.paused is False
+    assert process.returncode == 130, "as a shell calls Ctrl-C"
+    assert "Traceback" not in rest

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
-    ("demo.*", "torch torch.distributed megatron transformers rich"),
+    ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx"),
     ("__main__", ""),
 )

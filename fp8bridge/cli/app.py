@@ -53,10 +53,16 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as error:  # the edge of the program: nothing above could handle it
         if TRACEBACK in words:
             raise
-        bug = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
-        hint = "" if isinstance(error, BridgeError) else f" (a bug; {TRACEBACK} shows where)"
-        _print_error(f"error: {bug}{error}{hint}")
+        _print_error(_describe(error))
         sys.exit(1)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, BridgeError):
+        return f"error: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"error: {error}; `fp8bridge doctor` says what to install"
+    return f"error: {type(error).__name__}: {error} (a bug; {TRACEBACK} shows where)"
 
 
 def _print_error(line: str) -> None:

@@ -46,7 +46,7 @@ class ServerCheck:
 
 def doctor(
     server: Annotated[list[str] | None, typer.Option(help="Also ask this rollout server; can be repeated.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="For the servers.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
