@@ -116,10 +116,12 @@ def test_plan_as_json_is_exact(run, config):
 
 
 def test_plan_reads_a_folder_and_the_configs_own_quantization(run, config):
-    folder = config(quantization_config=fp8bridge.ServerLayout(block=(64, 128)).as_hf_config()["quantization_config"])
-    code, out, _ = run("plan", "--config", folder.removesuffix("/config.json"), "--json")
+    quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0"]}
+    folder = config(quantization_config=quant).removesuffix("/config.json")
+    code, out, _ = run("plan", "--config", folder, "--json")
     assert code == 0
-    assert json.loads(out)["layout"]["block"] == [64, 128]
+    assert json.loads(out)["layout"]["ignored"] == ["layers.0"]
+    assert json.loads(out)["actions"]["quantize"]["tensors"] == 7 * 35
 
 
 def test_plan_takes_a_quantization_from_a_file(run, config, tmp_path):
