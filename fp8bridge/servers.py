@@ -70,8 +70,8 @@ class HttpServer:
                 server=self.name,
             )
 
-    def pause(self, mode: str) -> None:
-        self._call("POST", "/pause_generation", {"mode": mode})
+    def pause(self, mode: str, *, lease_s: float) -> None:
+        self._call("POST", "/pause_generation", {"mode": mode, "lease_s": lease_s})
 
     def begin(self, token: str, manifest_hash: str, *, lease_s: float) -> None:
         body = {"selector": "all", "session": token, "manifest_hash": manifest_hash, "lease_s": lease_s}

@@ -225,9 +225,9 @@ class Update:
         self.paused_s = time.perf_counter() - self._paused_at if self._paused_at else 0.0
 
     def _begin_one(self, member: Member) -> None:
-        member.server.pause(self._config.pause_mode)
         # A session outlives a silent bucket and a slow commit request, and no more.
         lease_s = self._config.bucket_timeout_s + self._config.request_timeout_s
+        member.server.pause(self._config.pause_mode, lease_s=lease_s)
         member.server.begin(self._tokens[member.name], self._manifest.hash, lease_s=lease_s)
 
     def _commit_one(self, member: Member) -> None:

@@ -82,7 +82,7 @@ def client(scripted):
 def test_a_refusal_keeps_status_and_words(scripted, client, status, body, words):
     scripted.answers["/pause_generation"] = (status, body)
     with pytest.raises(ServerRefusedError) as caught:
-        client.pause("abort")
+        client.pause("abort", lease_s=3.0)
     error = caught.value
     assert (error.status, error.server) == (status, scripted.url)
     assert words in error.answer
@@ -95,7 +95,7 @@ def test_a_silent_server_is_named_after_the_timeout(scripted, client):
     scripted.answers["/pause_generation"] = lambda: time.sleep(2) or (200, {})
     start = time.monotonic()
     with pytest.raises(ServerTimeoutError, match=r"did not answer /pause_generation in 0\.5 s"):
-        client.pause("abort")
+        client.pause("abort", lease_s=3.0)
     assert time.monotonic() - start < 1.5
 
 
@@ -110,13 +110,13 @@ def test_a_stopped_server_is_unreachable(scripted, client):
 def test_the_calls_speak_sglangs_fields(scripted, client):
     for path in ("/pause_generation", "/begin_weight_update", "/end_weight_update", "/continue_generation"):
         scripted.answers[path] = (200, {"success": True})
-    client.pause("retract")
+    client.pause("retract", lease_s=3.0)
     client.begin("token", "hash", lease_s=3.0)
     client.commit("token", "7")
     client.resume()
     bodies = [json.loads(body) for _, _, body in scripted.seen]
     assert bodies == [
-        {"mode": "retract"},
+        {"mode": "retract", "lease_s": 3.0},
         {"selector": "all", "session": "token", "manifest_hash": "hash", "lease_s": 3.0},
         {"session": "token", "weight_version": "7"},
         {"torch_empty_cache": False},

@@ -69,7 +69,7 @@ class LoopbackServer:
             raise ServerMismatchError(f"{self.name}: {describe_differences(found)}", server=self.name)
         self._manifest = manifest
 
-    def pause(self, mode: str) -> None:
+    def pause(self, mode: str, *, lease_s: float) -> None:
         self._alive("pause")
         self.paused = True
 

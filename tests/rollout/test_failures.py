@@ -131,6 +131,7 @@ def test_a_pause_with_a_lease_ends_by_itself(untouched):
     untouched.ok("/pause_generation", {"mode": "retract"})
     time.sleep(0.8)
     assert untouched.load()["paused"] is True, "without a lease only `continue` ends it, as in SGLang"
+    untouched.ok("/continue_generation")
 
 
 def test_a_client_that_dies_between_commit_and_continue(untouched, new):
