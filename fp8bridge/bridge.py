@@ -141,6 +141,7 @@ class Bridge:
             if self._set is None:
                 return {}
             member = self._set.members.get(name) or Member(self._server(server))
+            self._set.settle_release(member)
             info = member.server.info()
             resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
             member.server.preflight(self.plan.manifest)

@@ -15,12 +15,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .config import BridgeConfig
-from .errors import BridgeError, CommitError, ServerError, VersionError
+from .errors import BridgeError, CommitError, ServerError, ServerTimeoutError, VersionError
 from .plan import Manifest
 from .protocols import RolloutServer, ServerInfo
 
@@ -38,6 +38,8 @@ class Member:
     state: State = "healthy"
     version: int | None = None
     reason: str = ""
+    releasing: Future[None] | None = None
+    """Abort and resume of a fenced server, still under way; the others do not wait for it."""
 
     @property
     def name(self) -> str:
@@ -89,7 +91,17 @@ class ServerSet:
         member.state, member.reason = "fenced", str(error)
         log.warning("fenced %s: %s", member.name, error)
 
+    def settle_release(self, member: Member) -> None:
+        """Wait until nothing of an earlier update can still reach this server."""
+        if member.releasing is not None:
+            error = _outcome(member.releasing)
+            if isinstance(error, BridgeError):
+                log.warning("%s may still be paused: %s", member.name, error)
+            member.releasing = None
+
     def close(self) -> None:
+        for member in self.members.values():
+            self.settle_release(member)
         for member in self.members.values():
             member.server.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -165,7 +177,7 @@ class Update:
         for member in members:
             self._failed[member.name] = errors[member.name]
             self._servers.fence(member, errors[member.name])
-        self._servers.each(members, self._release)
+            member.releasing = self._servers.submit(member, self._release)
         if len(self.updating) < self._config.min_healthy:
             first = next(iter(errors.values()))
             self.rollback(f"fewer than {self._config.min_healthy} servers are left")
@@ -174,14 +186,22 @@ class Update:
     def settle(self, sender_failures: dict[str, BridgeError]) -> None:
         """Wait until each server says that it holds everything. Raises as `fail` does."""
         failures = dict(sender_failures)
+        deadline = time.monotonic() + self._config.request_timeout_s
         for member in self.updating:
             if member.name in failures:
                 continue
-            answer = _outcome(self._receiving[member.name])
-            if isinstance(answer, BridgeError):
-                failures[member.name] = answer
+            if error := self._receive_error(member.name, deadline):
+                failures[member.name] = error
         if failures:
             self.fail(failures)
+
+    def _receive_error(self, name: str, deadline: float) -> BridgeError | None:
+        future = self._receiving[name]
+        wait([future], timeout=max(0.0, deadline - time.monotonic()))
+        if not future.done():
+            message = f"{name} acknowledged every bucket and then did not say that the update is whole"
+            return ServerTimeoutError(message, server=name)
+        return self.gone(name)
 
     def commit(self) -> list[str]:
         """Every server still in the update switches to the new version and goes on generating.
@@ -195,10 +215,10 @@ class Update:
             if isinstance(answer, BridgeError):
                 errors[name] = answer
                 self._servers.fence(member, answer)
+                member.releasing = self._servers.submit(member, self._release)
             else:
                 member.state, member.version, member.reason = "healthy", self.version, ""
         self.paused_s = time.perf_counter() - self._paused_at
-        self._servers.each([self._servers.members[n] for n in errors], self._release)
         committed = [m.name for m in members if m.name not in errors]
         if len(committed) < self._config.min_healthy:
             raise CommitError(

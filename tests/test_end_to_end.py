@@ -117,6 +117,7 @@ def test_a_server_lost_in_the_middle_is_fenced_and_comes_back(pair, sig):
         assert_holds(bad, model)
         assert bad.generate()["output_ids"] == good.generate()["output_ids"]
         bad.http.close()
+        bad.server.close()
 
 
 def revive(client):
@@ -128,9 +129,7 @@ def revive(client):
         assert client.version() == "1", "it woke up with its old version"
         return client
     port = int(server.url.rsplit(":", 1)[1])
-    new = rollout.launch(FP8_QWEN3, seed=77, port=port)
-    server.process = new.process
-    return Client(server, seed=77)
+    return Client(rollout.launch(FP8_QWEN3, seed=77, port=port), seed=77)
 
 
 TRAINER = """
