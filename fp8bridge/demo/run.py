@@ -30,6 +30,8 @@ def run_demo(
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     console = Console(stderr=json_out)
+    if not console.is_terminal:
+        console = Console(stderr=json_out, width=120)  # a log file has room for the whole table
     rows: list[dict[str, Any]] = []
     error = ""
     plan = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ def run_rank(rank: int, job: DemoJob, events: Any) -> None:
     """Body of a trainer process. Rank 0 puts ("plan" | "train" | "bucket" | "step", data) on
     `events`; any rank puts ("error", text) and ends."""
     torch.set_num_threads(1)
+    # Megatron-Core calls what newer torch renames: nothing a reader of the demo can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         dist.init_process_group(
