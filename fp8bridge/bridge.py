@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from types import TracebackType
@@ -63,6 +64,8 @@ class Bridge:
         self._last_version: int | None = None
         self._sent: dict[str, int] = {}
         self._set: ServerSet | None = None
+        self._closed = False
+        self._updating = threading.Lock()
         self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
         try:
             self._connect(servers)
@@ -95,26 +98,13 @@ class Bridge:
         are fenced. Raises NonFiniteError, VersionError, ServerError, TransportError, CommitError,
         RankError.
         """
-        watch = Stopwatch()
-        with watch.stage("check"):
-            self._check(version)
-        update = Update(self._set, version, self.plan.manifest, self.config) if self._set else None
+        self._require_open()
+        if not self._updating.acquire(blocking=False):
+            raise ConfigError("an update of this bridge is already running; wait for it to return")
         try:
-            self._open(update, watch)
-            self._send(watch, on_progress)
-            self._settle_and_commit(update, watch)
-        except BaseException as err:
-            reason = str(err) or type(err).__name__
-            self._transport.close(reason)
-            if update is not None:
-                update.rollback(reason)
-                self._states = _states(self._set)
-            if isinstance(err, CommitError):
-                self._last_version = version  # some server has it; the number is used up
-            raise
-        self._transport.close()
-        self._last_version = version
-        return self._report(version, watch, update)
+            return self._update(version, on_progress)
+        finally:
+            self._updating.release()
 
     def verify(self) -> dict[str, int]:
         """Prove that every healthy server holds the bytes of the last update: server -> tensors compared.
@@ -122,6 +112,7 @@ class Bridge:
         Collective. Compares the checksum of each tensor that was packed with the server's own, read
         from the weights it generates with. Raises VerifyError naming server and tensors.
         """
+        self._require_open()
         sent: dict[str, int] = {}
         for part in agree(self._ranks, lambda: self._sent):
             sent |= part
@@ -135,6 +126,7 @@ class Bridge:
 
         Collective. Raises as `connect` does, leaving the set as it was.
         """
+        self._require_open()
         name = server.rstrip("/") if isinstance(server, str) else server.name
 
         def admit() -> dict[str, Any]:
@@ -154,10 +146,17 @@ class Bridge:
 
     def close(self) -> None:
         """Release sockets and groups of this process. The servers keep their weights. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._set is not None:
             self._set.close()
             self._set = None
         self._ranks.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this bridge is closed; connect again")
 
     # --- connect
 
@@ -228,6 +227,28 @@ class Bridge:
         return _encoded(_states(self._set))
 
     # --- update
+
+    def _update(self, version: int, on_progress: Progress | None) -> SyncReport:
+        watch = Stopwatch()
+        with watch.stage("check"):
+            self._check(version)
+        update = Update(self._set, version, self.plan.manifest, self.config) if self._set else None
+        try:
+            self._open(update, watch)
+            self._send(watch, on_progress)
+            self._settle_and_commit(update, watch)
+        except BaseException as err:
+            reason = str(err) or type(err).__name__
+            self._transport.close(reason)
+            if update is not None:
+                update.rollback(reason)
+                self._states = _states(self._set)
+            if isinstance(err, CommitError):
+                self._last_version = version  # some server has it; the number is used up
+            raise
+        self._transport.close()
+        self._last_version = version
+        return self._report(version, watch, update)
 
     def _check(self, version: int) -> None:
         """Before any server hears of the update: versions agree and grow, every value is finite."""

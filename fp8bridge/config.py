@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from .errors import ConfigError
@@ -53,7 +53,7 @@ class BridgeConfig:
     allow_plaintext: bool = False
     """Permit unencrypted payload on an address that is not loopback."""
 
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     """Sent to servers as `Authorization: Bearer`."""
 
     request_timeout_s: float = 60.0
@@ -76,11 +76,11 @@ class BridgeConfig:
             _one_of("rule", self.rule, RULES)
         _positive_int("bucket_nbytes", self.bucket_nbytes)
         _positive_int("min_healthy", self.min_healthy)
-        for field in fields(self):
-            if field.name.endswith("timeout_s"):
-                value = getattr(self, field.name)
+        for each in fields(self):
+            if each.name.endswith("timeout_s"):
+                value = getattr(self, each.name)
                 if not isinstance(value, int | float) or not value > 0:
-                    raise ConfigError(f"{field.name} must be a positive number of seconds, got {value!r}")
+                    raise ConfigError(f"{each.name} must be a positive number of seconds, got {value!r}")
         if self.transport == "zmq" and not self.allow_plaintext and not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} is not loopback and the payload would travel unencrypted; set "

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from .config import BridgeConfig
-from .errors import BridgeError, CommitError, ServerError, ServerTimeoutError, VersionError
+from .errors import (
+    BridgeError,
+    CommitError,
+    ServerError,
+    ServerRefusedError,
+    ServerTimeoutError,
+    VersionError,
+)
 from .plan import Manifest
 from .protocols import RolloutServer, ServerInfo
 
@@ -243,12 +250,22 @@ class Update:
             else:
                 member.state = "healthy"
         self.paused_s = time.perf_counter() - self._paused_at if self._paused_at else 0.0
+        for member in self._servers.members.values():
+            self._servers.settle_release(member)
 
     def _begin_one(self, member: Member) -> None:
         # A session outlives a silent bucket and a slow commit request, and no more.
         lease_s = self._config.bucket_timeout_s + self._config.request_timeout_s
         member.server.pause(self._config.pause_mode, lease_s=lease_s)
-        member.server.begin(self._tokens[member.name], self._manifest.hash, lease_s=lease_s)
+        token = self._tokens[member.name]
+        try:
+            member.server.begin(token, self._manifest.hash, lease_s=lease_s)
+        except ServerRefusedError as err:
+            # A server that was restarted since has lost the plan. If it still fits, this update brings it
+            # up to date; any other refusal comes again.
+            log.warning("%s refused to begin (%s); comparing the plan with it again", member.name, err.answer)
+            member.server.preflight(self._manifest)
+            member.server.begin(token, self._manifest.hash, lease_s=lease_s)
 
     def _commit_one(self, member: Member) -> None:
         member.server.commit(self._tokens[member.name], str(self.version))
@@ -257,11 +274,16 @@ class Update:
         member.server.resume()
 
     def _release(self, member: Member) -> None:
-        """Abort and resume, both tried whatever the first one says."""
+        """Abort, then resume; also where the abort got no answer. A refusal means that the session there is
+        another trainer's: that one has paused the server and will resume it."""
         try:
             member.server.abort(self._tokens[member.name])
-        finally:
+        except ServerRefusedError:
+            raise
+        except ServerError:
             member.server.resume()
+            raise
+        member.server.resume()
 
     def _require_enough(self, count: int) -> None:
         if count < self._config.min_healthy:

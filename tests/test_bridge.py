@@ -337,6 +337,34 @@ def test_a_new_server_of_another_layout_is_not_admitted():
         bridge.update_weights(version=1)
 
 
+def test_a_closed_bridge_says_so():
+    bridge = connect([loopback()])
+    bridge.close()
+    bridge.close()
+    for use in (lambda: bridge.update_weights(version=1), bridge.verify, lambda: bridge.admit("a")):
+        with pytest.raises(ConfigError, match="closed; connect again"):
+            use()
+
+
+def test_a_second_update_at_the_same_time_is_refused():
+    server = loopback()
+    refused = []
+
+    def again(done, total):
+        with pytest.raises(ConfigError, match="already running") as caught:
+            bridge.update_weights(version=2)
+        refused.append(caught.value)
+
+    with connect([server]) as bridge:
+        bridge.update_weights(version=1, on_progress=again)
+    assert refused
+    assert server.weight_version == "1"
+
+
+def test_keys_do_not_show():
+    assert "hush" not in repr(fp8bridge.BridgeConfig(api_key="hush"))
+
+
 def test_verify_names_the_tensor_that_differs():
     server = loopback()
     with connect([server]) as bridge:

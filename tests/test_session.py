@@ -6,7 +6,14 @@ import torch
 import fp8bridge
 from fp8bridge import LoopbackServer
 from fp8bridge.adapters.state_dict import StateDictSource
-from fp8bridge.errors import BridgeError, CommitError, ServerRefusedError, ServerTimeoutError, VersionError
+from fp8bridge.errors import (
+    BridgeError,
+    CommitError,
+    ServerMismatchError,
+    ServerRefusedError,
+    ServerTimeoutError,
+    VersionError,
+)
 from fp8bridge.session import check_version
 
 from .support import FP8_CONFIG, FP8_LAYOUT, assert_same_bits, expected_wire, tiny_model
@@ -149,10 +156,27 @@ def test_an_interrupt_in_the_middle_puts_every_server_back():
 def test_an_open_session_of_another_trainer_is_respected():
     server = Flaky("a")
     with connect([server], OLD) as bridge:
-        server._token = "someone else's"
+        server._token, server.paused = "someone else's", True
         with pytest.raises(ServerRefusedError, match="already open"):
             bridge.update_weights(version=1)
         assert server._token == "someone else's"
+        assert server.paused, "the other trainer has paused it and will resume it"
+
+
+def test_a_server_that_was_restarted_between_updates_is_brought_up_to_date():
+    model = {n: t.clone() for n, t in OLD.items()}
+    server = Flaky("a")
+    with connect([server], model) as bridge:
+        bridge.update_weights(version=1)
+        server.revive()
+        server.weight_version = "default"
+        assert not bridge.update_weights(version=2).fenced
+        assert holds(server, OLD)
+        server.revive()
+        server.weights.tensors = {"another.weight": torch.zeros(1)}
+        with pytest.raises(ServerMismatchError, match="differences"):
+            bridge.update_weights(version=3)
+        assert not server.paused
 
 
 def test_a_server_that_lies_about_its_bytes_is_found_by_verify():

@@ -52,7 +52,7 @@ class LoopbackServer:
     def revive(self) -> None:
         """Restart it, as a process would: not paused, no session, the weights it last committed."""
         self._dead, self.paused, self._token = False, False, None
-        self.fail_at_bucket = None
+        self.fail_at_bucket, self._manifest = None, None
         self.weights.abort()
 
     def info(self) -> ServerInfo:
@@ -100,9 +100,11 @@ class LoopbackServer:
 
     def abort(self, token: str) -> None:
         self._alive("abort")
-        if token == self._token:
-            self._token = None
-            self.weights.abort()
+        if self._token is None:
+            return
+        self._mine(token)
+        self._token = None
+        self.weights.abort()
 
     def flush_cache(self) -> None:
         self._alive("flush_cache")
