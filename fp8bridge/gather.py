@@ -29,6 +29,8 @@ class Gather:
         self._items = plan.items_by_bucket()
         self._scratch: dict[str, torch.Tensor] = {}
         self._device = torch.device("cpu")
+        self._mine = [s for item in plan.items for s in item.shards if s.rank == ranks.rank]
+        self._planned = {s.param: _form(source.read(s.param)) for s in self._mine}
 
     @property
     def extra_nbytes(self) -> int:
@@ -36,21 +38,21 @@ class Gather:
         return sum(t.numel() for t in self._scratch.values())
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError naming the first tensor with NaN or Inf in this rank's shards.
+        """Raise NonFiniteError naming the first tensor with NaN or Inf in this rank's shards, PlanError for a
+        parameter that is not of the shape and dtype that the plan was made for.
 
         Only what would be sent is looked at: padding rows of a vocabulary may hold anything. Comes
         before the rounds of every update, and learns on which device the parameters are.
         """
-        shards = [s for item in self._plan.items for s in item.shards if s.rank == self._ranks.rank]
         flags = []
-        for shard in shards:
+        for shard in self._mine:
             box = self._box(shard)
             self._device = box.device
             low, high = torch.aminmax(box)
             flags.append(torch.isfinite(low) & torch.isfinite(high))
         if not flags:
             return
-        for shard, finite in zip(shards, torch.stack(flags).tolist(), strict=True):
+        for shard, finite in zip(self._mine, torch.stack(flags).tolist(), strict=True):
             if not finite:
                 count = int((~torch.isfinite(self._box(shard).float())).sum())
                 raise NonFiniteError(
@@ -138,20 +140,23 @@ class Gather:
     def _box(self, shard: Shard) -> torch.Tensor:
         """The shard's rectangle of the live parameter (a view)."""
         matrix = self._source.read(shard.param)
-        box = matrix[shard.src_row : shard.src_row + shard.rows, shard.src_col : shard.src_col + shard.cols]
-        if tuple(box.shape) != (shard.rows, shard.cols):
+        if _form(matrix) != self._planned[shard.param]:
             raise PlanError(
-                f"parameter {shard.param} on rank {shard.rank} is now {list(matrix.shape)}, which does not hold the "
-                f"shard of {shard.tensor} that the plan knows; the model changed: connect again",
+                f"parameter {shard.param} on rank {shard.rank} is now {_form(matrix)}, the plan of {shard.tensor} was "
+                f"made for {self._planned[shard.param]}; the model changed: connect again",
                 tensor=shard.tensor,
             )
-        return box
+        return matrix[shard.src_row : shard.src_row + shard.rows, shard.src_col : shard.src_col + shard.cols]
 
     def _memory(self, name: str, nbytes: int) -> torch.Tensor:
         held = self._scratch.get(name)
         if held is None or held.numel() < nbytes:
             self._scratch[name] = held = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return held
+
+
+def _form(matrix: torch.Tensor) -> str:
+    return f"{str(matrix.dtype).removeprefix('torch.')} {list(matrix.shape)}"
 
 
 def _place(matrix: torch.Tensor, shard: Shard, box: torch.Tensor) -> None:

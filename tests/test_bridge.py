@@ -15,6 +15,7 @@ from fp8bridge.errors import (
     ConfigError,
     EmptyModelError,
     NonFiniteError,
+    PlanError,
     ServerError,
     ServerMismatchError,
     ServerUnreachableError,
@@ -272,6 +273,51 @@ def test_a_url_cannot_be_reached_by_loopback():
 def test_an_unreachable_server_is_named():
     with pytest.raises(ServerUnreachableError, match=r"http://127\.0\.0\.1:1 is not reachable"):
         connect(["http://127.0.0.1:1"], transport="zmq")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [torch.ones(191).bfloat16(), torch.ones(193).bfloat16(), torch.ones(192), torch.ones(192, 2).bfloat16()],
+    ids=["shrunk", "grown", "another dtype", "another rank"],
+)
+def test_a_model_that_changed_since_connect_is_refused_by_name_before_anything_is_sent(changed):
+    model = tiny_model()
+    server = loopback()
+    with connect([server], model) as bridge:
+        bridge.update_weights(version=1)
+        calls = list(server.calls)
+        model["model.norm.weight"] = changed
+        with pytest.raises(PlanError, match=r"model\.norm\.weight on rank 0 is now .*connect again"):
+            bridge.update_weights(version=2)
+        assert server.calls == calls
+        model["model.norm.weight"] = torch.full((192,), 2.0).bfloat16()
+        bridge.update_weights(version=2)
+    assert_same_bits(server.tensors, expected_wire(model))
+
+
+def test_odd_tensors_arrive_as_they_are():
+    """Empty, scalar, strided, expanded, transposed and shared tensors; one-row and one-column matrices."""
+    base = torch.randn(300, 400).bfloat16()
+    model = {
+        "model.layers.0.mlp.up_proj.weight": base[::2, 10:210],
+        "model.layers.0.mlp.down_proj.weight": base.t(),
+        "model.layers.0.mlp.gate_proj.weight": base[:1].expand(150, 400),
+        "model.layers.1.mlp.up_proj.weight": base[:, 3:4],
+        "model.layers.1.mlp.down_proj.weight": base[5:6],
+        "model.layers.1.mlp.gate_proj.weight": base,
+        "model.layers.2.mlp.up_proj.weight": base,
+        "model.layers.2.mlp.down_proj.weight": base[:0],
+        "model.layers.2.mlp.down_proj.bias": base[0, :0],
+        "model.scalar": base[0, 0],
+        "model.conv": base[:, :24].reshape(300, 2, 3, 4),
+    }
+    server = loopback()
+    with connect([server], model) as bridge:
+        bridge.update_weights(version=1)
+        assert bridge.verify()
+    expected = expected_wire(model)
+    expected["model.layers.2.mlp.down_proj.weight_scale_inv"] = torch.zeros(0, 4)  # no rows, but ceil(400 / 128)
+    assert_same_bits(server.tensors, expected)
 
 
 # --- a server dies

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -24,16 +25,16 @@ def free_port():
 
 
 class BadSource(SplitSource):
-    """Does `harm` in an update: in the scan for NaN (a first read of a parameter), or in the gather."""
+    """Does `harm` in an update: in the scan for NaN (the second read of a parameter), or in the gather."""
 
     def __init__(self, *args, harm, stage):
         super().__init__(*args)
-        self.harm, self.stage, self.seen = harm, stage, set()
+        self.harm, self.stage, self.reads = harm, stage, Counter()
 
     def read(self, param):
-        if self.stage == ("gather" if param in self.seen else "check"):
+        self.reads[param] += 1
+        if {2: "check", 3: "gather"}.get(self.reads[param]) == self.stage:
             self.harm()
-        self.seen.add(param)
         return super().read(param)
 
 
