@@ -299,22 +299,25 @@ class Bridge:
         for round_index in range(len(self.plan.rounds)):
             # After an error the rounds go on: the other ranks still count on this one's messages.
             try:
+                bucket, memory = self._gather.bucket(round_index), None
+                if bucket is not None:
+                    if len(in_slot) >= SLOTS:
+                        with watch.stage("wire"):
+                            self._transport.wait(in_slot[-SLOTS])
+                    memory = self._packer.memory(bucket, len(in_slot) % SLOTS, self._gather.device)
                 with watch.stage("gather"):
-                    index, matrices = self._gather.round(round_index)
-                if index is None or error is not None:
+                    matrices = self._gather.round(round_index, memory)
+                if bucket is None or memory is None or error is not None:
                     continue
-                if len(in_slot) >= SLOTS:
-                    with watch.stage("wire"):
-                        self._transport.wait(in_slot[-SLOTS])
                 with watch.stage("pack"):
-                    packed = self._packer.pack(index, len(in_slot) % SLOTS, matrices)
+                    packed = self._packer.pack(bucket, memory, matrices)
             except RankError:
                 raise
             except Exception as err:  # noqa: BLE001 - raised below, when no rank waits for this one any more
                 error = error or err
                 continue
             self._transport.send(packed)
-            in_slot.append(index)
+            in_slot.append(bucket.index)
             self._sent |= {e.name: c for e, c in zip(packed.bucket.entries, packed.checksums, strict=True)}
             if on_progress:
                 on_progress(len(in_slot), total)

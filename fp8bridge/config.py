@@ -11,6 +11,9 @@ from .errors import ConfigError
 RULES = ("sglang", "te", "te_pow2", "ue8m0")
 """Rounding rules; the arithmetic of each is in `fp8bridge.kernels.reference`."""
 
+BLOCKS = ((128, 128), (1, 128))
+"""Scale blocks (rows, columns) that the kernels make."""
+
 POWER_OF_TWO_RULES = ("te_pow2", "ue8m0")
 TRANSPORTS = ("zmq", "loopback")
 PAUSE_MODES = ("retract", "abort", "in_place")

@@ -14,7 +14,10 @@ from typing import Any, Literal
 from .errors import LayoutError
 from .types import TensorMeta
 
-Action = Literal["quantize", "copy", "cast"]
+Action = Literal["quantize", "pass_through", "copy", "cast"]
+"""What becomes of a trainer tensor. pass_through: FP8 codes or their scales, sent as the trainer has them."""
+
+SCALE_SUFFIX = "_scale_inv"
 
 NEVER_QUANTIZED = {
     "embed_tokens": "embedding",
@@ -73,19 +76,15 @@ class ServerLayout:
             scale_format=_scale_format(quant),
         )
 
-    def decide(self, meta: TensorMeta) -> Decision:
-        """The action for one trainer tensor.
+    def decide(self, meta: TensorMeta, scale: TensorMeta | None = None) -> Decision:
+        """The action for one trainer tensor; `scale` is that of its `X_scale_inv`, if the source has one.
 
-        Raises LayoutError if it is to be quantized but is FP8 already (no scale known).
+        Raises LayoutError if the tensor is FP8 in the trainer and cannot be passed through as it is.
         """
         why_not = self._why_not_quantized(meta)
+        if meta.dtype in ("float8_e4m3fn", "uint8") or scale is not None:
+            return self._pass_through(meta, scale, why_not)
         if why_not is None:
-            if meta.dtype in ("float8_e4m3fn", "uint8"):
-                raise LayoutError(
-                    f"{meta.name} is {meta.dtype} in the trainer and has no scale; a source must give "
-                    "the high-precision weight, or codes with their scale",
-                    tensor=meta.name,
-                )
             return Decision("quantize", f"linear weight, block {self.block[0]}x{self.block[1]}")  # type: ignore[index]
         if meta.dtype == self.dtype:
             return Decision("copy", why_not)
@@ -150,6 +149,24 @@ class ServerLayout:
         if self.block is None:
             return f"unquantized {self.dtype}"
         return f"FP8 e4m3, {self.block[0]}x{self.block[1]} blocks, {self.scale_format} scales, rest {self.dtype}"
+
+    def _pass_through(self, meta: TensorMeta, scale: TensorMeta | None, why_not: str | None) -> Decision:
+        if why_not is not None:
+            raise LayoutError(
+                f"{meta.name} is FP8 in the trainer, but the server keeps it in {self.dtype} ({why_not}); let the "
+                "source give the dequantized weight, or serve a checkpoint that has it in FP8",
+                tensor=meta.name,
+            )
+        expected = self.scale_shape(meta.matrix)
+        if meta.dtype != "float8_e4m3fn" or scale is None or (scale.dtype, scale.shape) != ("float32", expected):
+            found = "no scale" if scale is None else f"a scale of {scale.dtype} {list(scale.shape)}"
+            raise LayoutError(
+                f"{meta.name} is {meta.dtype} {list(meta.shape)} in the trainer with {found}; to pass it through the "
+                f"server needs float8_e4m3fn codes and a scale of float32 {list(expected)}. A source must give those, "
+                "or the high-precision weight",
+                tensor=meta.name,
+            )
+        return Decision("pass_through", "the trainer's own FP8 codes and scales")
 
     def _is_ignored(self, module: str) -> bool:
         return any(_inside(module, entry) for entry in self.ignored)

@@ -101,6 +101,15 @@ class Item:
     owner: int
     bucket: int
     shards: tuple[Shard, ...]
+    at_source: bool = False
+    """Each rank quantizes its own shards and sends FP8; else shards are gathered as they are."""
+
+    def shard_nbytes(self, shard: Shard, block: tuple[int, int] | None) -> int:
+        """Bytes of one shard between ranks."""
+        if self.at_source and block:
+            scales = -(-shard.rows // block[0]) * -(-shard.cols // block[1])
+            return shard.rows * shard.cols + 4 * scales
+        return shard.rows * shard.cols * ITEMSIZE[self.meta.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +155,24 @@ class Plan:
 
     def gathered_nbytes(self) -> int:
         """Bytes that move between trainer ranks in one update."""
-        return sum(s.rows * s.cols * ITEMSIZE[i.meta.dtype] for i in self.items for s in i.shards if s.rank != i.owner)
+        block = self.layout.block
+        return sum(i.shard_nbytes(s, block) for i in self.items for s in i.shards if s.rank != i.owner)
+
+    def saved_nbytes(self) -> int:
+        """Bytes between ranks that quantizing before the gather saves in one update."""
+        travelling = [(i, s) for i in self.items for s in i.shards if s.rank != i.owner]
+        return sum(s.rows * s.cols * ITEMSIZE[i.meta.dtype] for i, s in travelling) - self.gathered_nbytes()
 
     def fallbacks(self) -> list[str]:
-        """What is not done the ordinary way: casts and oversized buckets. Empty is good."""
+        """What is not done the best way, by tensor: casts, oversized buckets, weights that cross between
+        trainer ranks before they are quantized. Empty is good."""
         casts = [f"cast: {i.meta.name} ({i.reason})" for i in self.items if i.action == "cast"]
-        return casts + [n for n in self.notes if n.startswith("oversized")]
+        unquantized = [
+            f"gathered in {i.meta.dtype}: {i.meta.name} (a shard edge is inside a scale block)"
+            for i in self.items
+            if i.action == "quantize" and not i.at_source and any(s.rank != i.owner for s in i.shards)
+        ]
+        return casts + [n for n in self.notes if n.startswith("oversized")] + unquantized
 
     def predicted_seconds(self, *, wire_gbytes_per_s: float, servers: int = 1) -> float:
         """Seconds on the wire if nothing else costs: the busiest sender's bytes, once per server."""
@@ -174,6 +195,8 @@ class Plan:
             "nbytes_in": sum(i.meta.nbytes for i in self.items),
             "nbytes_wire": self.nbytes,
             "nbytes_gathered": self.gathered_nbytes(),
+            "nbytes_saved_by_quantizing_first": self.saved_nbytes(),
+            "quantized_before_gather": sum(i.at_source for i in self.items),
             "buckets": len(self.manifest.buckets),
             "rounds": len(self.rounds),
             "nbytes_by_sender": {
@@ -187,11 +210,13 @@ class Plan:
     def preview(self, *, wire_gbytes_per_s: float = 10.0, servers: int = 1) -> str:
         """A page of text: bytes, buckets, actions, fallbacks, predicted seconds. Moves nothing."""
         s = self.summary()
+        saved = s["nbytes_saved_by_quantizing_first"]
         seconds = self.predicted_seconds(wire_gbytes_per_s=wire_gbytes_per_s, servers=servers)
         lines = [
             f"plan {self.hash[:16]}  {self.layout.describe()}  rule: {self.rule or 'none'}",
             f"  {s['tensors']} tensors, {_mb(s['nbytes_in'])} in the trainer -> {_mb(s['nbytes_wire'])} on the "
-            f"wire per server, {_mb(s['nbytes_gathered'])} between trainer ranks",
+            f"wire per server, {_mb(s['nbytes_gathered'])} between trainer ranks"
+            + (f" (quantized first: {s['quantized_before_gather']} tensors, {_mb(saved)} saved)" if saved else ""),
             f"  {s['buckets']} buckets of at most {_mb(self.bucket_nbytes)} in {s['rounds']} rounds, senders: "
             + ", ".join(f"rank {o} {_mb(n)}" for o, n in s["nbytes_by_sender"].items()),
         ]
@@ -208,7 +233,7 @@ class Plan:
             "manifest": self.manifest.hash,
             "rule": self.rule,
             "items": [
-                [i.meta.name, i.meta.dtype, list(i.meta.shape), i.action, i.owner, i.bucket]
+                [i.meta.name, i.meta.dtype, list(i.meta.shape), i.action, i.owner, i.bucket, i.at_source]
                 + [[s.rank, s.param, s.rows, s.cols, s.src_row, s.src_col, s.dst_row, s.dst_col] for s in i.shards]
                 for i in self.items
             ],

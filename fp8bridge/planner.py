@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .config import POWER_OF_TWO_RULES, BridgeConfig
-from .errors import ConfigError, CoverageError, EmptyModelError, PlanError
-from .layout import Decision, ServerLayout
+from .config import BLOCKS, POWER_OF_TWO_RULES, BridgeConfig
+from .errors import ConfigError, CoverageError, EmptyModelError, LayoutError, PlanError
+from .layout import SCALE_SUFFIX, Decision, ServerLayout
 from .plan import Bucket, Entry, Item, Manifest, Plan
 from .types import ITEMSIZE, Shard, TensorMeta
 
@@ -46,12 +46,15 @@ def make_plan(
     if not metas:
         raise EmptyModelError("the source describes no tensors on any rank; was the model built?")
     layout.check_siblings(metas)
+    if layout.block not in (None, *BLOCKS):
+        raise LayoutError(f"the servers want scale blocks of {layout.block}; the kernels make {BLOCKS}")
     rule = resolve_rule(layout, config)
-    drafts = [_draft(metas[name], shards[name], layout) for name in sorted(metas, key=_natural)]
+    decisions = {name: _decide(name, metas, layout) for name in metas}
+    drafts = [_draft(metas[name], shards[name], decisions[name], layout) for name in sorted(metas, key=_natural)]
     _check_casts(drafts, config)
     owners = _choose_owners(drafts, config)
     buckets, placed = _fill(drafts, owners, layout, config.bucket_nbytes)
-    items = _items(drafts, owners, placed)
+    items = _items(drafts, owners, placed, layout)
     return Plan(
         manifest=Manifest(layout=layout, buckets=tuple(buckets)),
         rule=rule,
@@ -102,13 +105,20 @@ def _merge(
     return {name: meta for name, (meta, _) in metas.items()}, shards
 
 
-def _draft(meta: TensorMeta, shards: list[Shard], layout: ServerLayout) -> _Draft:
+def _decide(name: str, metas: dict[str, TensorMeta], layout: ServerLayout) -> Decision:
+    """A scale follows its weight; a weight with a scale is passed through; all others by the layout."""
+    weight = metas.get(name.removesuffix(SCALE_SUFFIX))
+    if name.endswith(SCALE_SUFFIX) and weight is not None:
+        return layout.decide(weight, metas[name])
+    return layout.decide(metas[name], metas.get(name + SCALE_SUFFIX))
+
+
+def _draft(meta: TensorMeta, shards: list[Shard], decision: Decision, layout: ServerLayout) -> _Draft:
     holders: dict[tuple[int, int, int, int], list[Shard]] = defaultdict(list)
     for shard in shards:
         if shard.rows and shard.cols:
             holders[shard.box].append(shard)
     _check_coverage(meta, list(holders))
-    decision = layout.decide(meta)
     entries = _wire_tensors(meta, decision, layout)
     return _Draft(
         meta=meta,
@@ -171,7 +181,7 @@ def _unit(name: str) -> str:
     """Tensors of one unit stay in one bucket."""
     for pattern, joined in _SIBLINGS:
         name = pattern.sub(joined, name)
-    return name
+    return name.removesuffix(SCALE_SUFFIX)
 
 
 def _units(drafts: list[_Draft]) -> list[list[int]]:
@@ -239,13 +249,13 @@ def _wire_tensors(
     if decision.action == "quantize":
         return [
             (meta.name, "float8_e4m3fn", meta.shape),
-            (f"{meta.name}_scale_inv", "float32", layout.scale_shape(meta.matrix)),
+            (meta.name + SCALE_SUFFIX, "float32", layout.scale_shape(meta.matrix)),
         ]
     dtype = layout.dtype if decision.action == "cast" else meta.dtype
     return [(meta.name, dtype, meta.shape)]
 
 
-def _items(drafts: list[_Draft], owners: list[int], placed: list[int]) -> list[Item]:
+def _items(drafts: list[_Draft], owners: list[int], placed: list[int], layout: ServerLayout) -> list[Item]:
     """Choose the replica of each shard: the owner's own, else the rank that lends least so far."""
     lent: dict[int, int] = defaultdict(int)
     items = []
@@ -257,8 +267,25 @@ def _items(drafts: list[_Draft], owners: list[int], placed: list[int]) -> list[I
                 shard = min(held, key=lambda s: (lent[s.rank], s.rank))
                 lent[shard.rank] += shard.rows * shard.cols * ITEMSIZE[draft.meta.dtype]
             chosen.append(shard)
-        items.append(Item(draft.meta, draft.decision.action, draft.decision.reason, owner, bucket, tuple(chosen)))
+        decision = draft.decision
+        at_source = decision.action == "quantize" and _cut_on_blocks(draft.meta, chosen, owner, layout)
+        items.append(Item(draft.meta, decision.action, decision.reason, owner, bucket, tuple(chosen), at_source))
     return sorted(items, key=lambda i: i.bucket)
+
+
+def _cut_on_blocks(meta: TensorMeta, shards: list[Shard], owner: int, layout: ServerLayout) -> bool:
+    """Some shard travels, and every edge between shards is an edge between scale blocks: quantizing the
+    shards one by one gives the bits of quantizing the whole."""
+    if layout.block is None or all(s.rank == owner for s in shards):
+        return False
+    (rows, cols), (block_rows, block_cols) = meta.matrix, layout.block
+    return all(
+        s.dst_row % block_rows == 0
+        and s.dst_col % block_cols == 0
+        and (s.rows % block_rows == 0 or s.dst_row + s.rows == rows)
+        and (s.cols % block_cols == 0 or s.dst_col + s.cols == cols)
+        for s in shards
+    )
 
 
 def _rounds(buckets: list[Bucket]) -> tuple[tuple[int, ...], ...]:

@@ -106,7 +106,8 @@ def _cuts(matrix: tuple[int, int], size: int, rng: random.Random) -> list[tuple[
     if kind == "replicated":
         return [((0, 0, rows, cols), set(rng.sample(range(size), rng.randint(1, size))))]
     length = rows if kind == "rows" else cols
-    edges = sorted({0, length, *(rng.randrange(length) for _ in range(size))})
+    step = rng.choice([1, 128])  # half of the tensors are cut where scale blocks are
+    edges = sorted({0, length, *(rng.randrange(length) // step * step for _ in range(size))})
     found = []
     for start, end in itertools.pairwise(edges):
         box = (start, 0, end - start, cols) if kind == "rows" else (0, start, rows, end - start)

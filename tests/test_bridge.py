@@ -14,6 +14,7 @@ from fp8bridge.config import RULES
 from fp8bridge.errors import (
     ConfigError,
     EmptyModelError,
+    LayoutError,
     NonFiniteError,
     PlanError,
     ServerError,
@@ -95,6 +96,48 @@ def test_any_split_over_any_ranks_and_any_bucket_size_gives_the_reference(
     for server in servers:
         assert_same_bits(server.tensors, expected_wire(model, rule=rule))
         assert server.weight_version == "1"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_trainers_fp8_arrives_byte_for_byte_from_any_split(monkeypatch, ranks):
+    """Codes and scales are tensors like others; nothing is quantized again."""
+    model = expected_wire(tiny_model(), rule="te")
+    server = ZmqThreadServer("a", layout=FP8_LAYOUT)
+
+    def work(rank):
+        with fp8bridge.connect(SplitSource(model, rank, ranks, seed=3), [server], bucket_nbytes=50_000) as bridge:
+            bridge.update_weights(version=1)
+            return bridge.plan.summary()["actions"]
+
+    (actions, *_) = run_ranks(ranks, work, monkeypatch)
+    assert "quantize" not in actions
+    assert_same_bits(server.tensors, model)
+
+
+def test_fp8_with_nan_codes_or_scales_is_refused():
+    model = expected_wire(tiny_model())
+    server = loopback()
+    with connect([server], model) as bridge:
+        codes = model["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)
+        kept, codes[3, 7] = int(codes[3, 7]), 0xFF
+        with pytest.raises(NonFiniteError, match=r"up_proj\.weight has 1 NaN"):
+            bridge.update_weights(version=1)
+        codes[3, 7] = kept
+        bridge.update_weights(version=1)
+
+
+def test_scales_that_are_no_powers_of_two_do_not_go_to_a_server_that_wants_those():
+    config = {"quantization_config": QUANT | {"scale_fmt": "ue8m0"}}
+    layout = ServerLayout.from_hf_config(config)
+    for rule, fine in (("te_pow2", True), ("sglang", False)):
+        server = loopback(layout=layout)
+        with connect([server], expected_wire(tiny_model(), rule=rule), config) as bridge:
+            if fine:
+                bridge.update_weights(version=1)
+                continue
+            with pytest.raises(LayoutError, match="no powers of two"):
+                bridge.update_weights(version=1)
+            assert server.weight_version == "default"
 
 
 def test_an_update_carries_the_weights_of_now_and_parameters_are_not_touched():

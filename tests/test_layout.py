@@ -97,7 +97,7 @@ def test_scale_shape_is_ceil_divided():
 
 
 def test_an_fp8_weight_without_scale_is_an_error_not_a_cast():
-    with pytest.raises(LayoutError, match="has no scale"):
+    with pytest.raises(LayoutError, match="with no scale"):
         FP8_LAYOUT.decide(TensorMeta("model.layers.0.mlp.up_proj.weight", (128, 128), "float8_e4m3fn"))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bridge import BridgeConfig, Shard, TensorMeta
-from fp8bridge.errors import ConfigError, CoverageError, EmptyModelError, PlanError, WireError
+from fp8bridge.errors import ConfigError, CoverageError, EmptyModelError, LayoutError, PlanError, WireError
 from fp8bridge.plan import Manifest
 from fp8bridge.planner import make_plan
 from fp8bridge.types import ITEMSIZE
@@ -102,6 +102,70 @@ def test_siblings_that_the_server_joins_share_a_bucket():
     plan = plan_of(described, bucket_nbytes=1)
     bucket = {i.meta.name.split(".")[-2]: i.bucket for i in plan.items}
     assert bucket["q_a_proj"] == bucket["kv_a_proj_with_mqa"] != bucket["o_proj"]
+
+
+def cut(rows, *, shape=(300, 256), name="model.layers.0.mlp.up_proj.weight"):
+    """Two ranks, cut at row `rows`; rank 0 has the larger part of everything else, so it sends."""
+    meta = TensorMeta(name, shape, "bfloat16")
+    height = shape[0] - rows
+    first = Shard(name, 0, "p", rows, shape[1])
+    return [([meta], [first]), ([meta], [Shard(name, 1, "p", height, shape[1], dst_row=rows)])]
+
+
+@pytest.mark.parametrize(("rows", "aligned"), [(128, True), (256, True), (1, False), (129, False), (299, False)])
+def test_shards_cut_on_blocks_are_quantized_before_they_travel_and_others_are_named(rows, aligned):
+    plan = plan_of(cut(rows))
+    (item,) = plan.items
+    assert item.at_source is aligned
+    travels = (300 - rows) * 256
+    scales = 4 * -(-(300 - rows) // 128) * 2
+    assert plan.gathered_nbytes() == (travels + scales if aligned else 2 * travels)
+    assert plan.saved_nbytes() == (travels - scales if aligned else 0)
+    assert bool(plan.fallbacks()) is not aligned
+    if not aligned:
+        assert "gathered in bfloat16: model.layers.0.mlp.up_proj.weight" in plan.fallbacks()[0]
+    assert ("quantized first: 1 tensors" in plan.preview()) is aligned
+
+
+def test_what_is_whole_on_its_sender_is_no_gather_at_all():
+    plan = plan_of([whole("model.layers.0.mlp.up_proj.weight"), ([], [])])
+    assert not plan.items[0].at_source
+    assert plan.gathered_nbytes() == 0
+    assert not plan.fallbacks()
+
+
+def fp8_pair(scale_shape=(2, 1), scale_dtype="float32", name="model.layers.0.mlp.up_proj.weight"):
+    metas = [TensorMeta(name, (256, 128), "float8_e4m3fn"), TensorMeta(f"{name}_scale_inv", scale_shape, scale_dtype)]
+    return [(metas, [Shard(m.name, 0, m.name, *m.matrix) for m in metas])]
+
+
+def test_the_trainers_own_fp8_passes_through_with_its_scale_in_the_same_bucket():
+    plan = plan_of(fp8_pair(), bucket_nbytes=1)
+    assert [i.action for i in plan.items] == ["pass_through", "pass_through"]
+    assert len(plan.manifest.buckets) == 1
+    plain = plan_of([whole("model.layers.0.mlp.up_proj.weight")])
+    assert plan.manifest.entries() == plain.manifest.entries(), "the server sees no difference"
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        (fp8_pair(scale_shape=(2, 4)), r"a scale of float32 \[2, 4\]"),
+        (fp8_pair(scale_dtype="bfloat16"), r"a scale of bfloat16 \[2, 1\]"),
+        ([(fp8_pair()[0][0][:1], fp8_pair()[0][1][:1])], "with no scale"),
+        (fp8_pair(name="model.embed_tokens.weight"), "the server keeps it in bfloat16"),
+    ],
+)
+def test_fp8_that_the_server_cannot_take_as_it_is(described, says):
+    with pytest.raises(LayoutError, match=says):
+        plan_of(described)
+
+
+def test_blocks_that_no_kernel_makes_are_refused_before_anything_starts():
+    from fp8bridge import ServerLayout
+
+    with pytest.raises(LayoutError, match=r"scale blocks of \(64, 64\)"):
+        make_plan([whole("a.weight")], ServerLayout(block=(64, 64)), BridgeConfig())
 
 
 def test_an_oversized_tensor_gets_its_own_bucket_and_a_note():
