@@ -31,9 +31,12 @@ clean:  ## remove the virtual environment, caches and builds
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # megatron-core goes in by itself: its metadata says Python >= 3.12, its wheels work on 3.11.
+# Transformer Engine's Python layer goes beside site-packages: without its CUDA half it would break
+# `import megatron.core` there. The tests of its tensor classes put it on the path (tests/adapters/te_stub.py).
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@echo "Installing into $(VENV): a few minutes the first time."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) -e ".[dev,megatron,serve]"
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core
+	@$(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/te transformer-engine
 	@touch $@

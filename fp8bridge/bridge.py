@@ -208,13 +208,19 @@ class Bridge:
     def _plan(self, layout: ServerLayout) -> Plan:
         def describe() -> list[Any]:
             metas, shards = self._source.describe()
-            return [[astuple(m) for m in metas], [astuple(s) for s in shards]]
+            trained = [getattr(self._source, "rule", None), getattr(self._source, "requantized", {})]
+            return [[astuple(m) for m in metas], [astuple(s) for s in shards], *trained]
 
+        answers = agree(self._ranks, describe)
         described = [
             ([TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in metas], [Shard(*s) for s in shards])
-            for metas, shards in agree(self._ranks, describe)
+            for metas, shards, _, _ in answers
         ]
-        plan = make_plan(described, layout, self.config)
+        requantized: dict[str, str] = {}
+        for _, _, _, reasons in answers:
+            requantized |= reasons
+        rules = {rule for _, _, rule, _ in answers if rule}
+        plan = make_plan(described, layout, self.config, trained_rules=rules, requantized=requantized)
         hashes = agree(self._ranks, lambda: plan.hash)
         if len(set(hashes)) > 1:
             raise ConfigError(f"the ranks made different plans ({hashes}); give every rank the same BridgeConfig")

@@ -172,7 +172,7 @@ class Plan:
             for i in self.items
             if i.action == "quantize" and not i.at_source and any(s.rank != i.owner for s in i.shards)
         ]
-        return casts + [n for n in self.notes if n.startswith("oversized")] + unquantized
+        return casts + [n for n in self.notes if n.startswith(("oversized", "requantized"))] + unquantized
 
     def predicted_seconds(self, *, wire_gbytes_per_s: float, servers: int = 1) -> float:
         """Seconds on the wire if nothing else costs: the busiest sender's bytes, once per server."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .config import BLOCKS, POWER_OF_TWO_RULES, BridgeConfig
 from .errors import ConfigError, CoverageError, EmptyModelError, LayoutError, PlanError
@@ -36,8 +37,14 @@ def make_plan(
     described: Sequence[tuple[Iterable[TensorMeta], Iterable[Shard]]],
     layout: ServerLayout,
     config: BridgeConfig,
+    *,
+    trained_rules: Collection[str] = (),
+    requantized: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """The plan for `described[r]` = what rank r's source describes.
+
+    trained_rules: the rules the ranks quantize with themselves. requantized: tensor -> why its own FP8
+    bytes cannot be sent.
 
     Raises EmptyModelError, CoverageError (shards leave a hole or overlap), LayoutError, PlanError
     (ranks disagree; a cast that is not allowed) and ConfigError (a rule the layout can't take).
@@ -48,7 +55,7 @@ def make_plan(
     layout.check_siblings(metas)
     if layout.block not in (None, *BLOCKS):
         raise LayoutError(f"the servers want scale blocks of {layout.block}; the kernels make {BLOCKS}")
-    rule = resolve_rule(layout, config)
+    rule = resolve_rule(layout, config, trained_rules)
     decisions = {name: _decide(name, metas, layout) for name in metas}
     drafts = [_draft(metas[name], shards[name], decisions[name], layout) for name in sorted(metas, key=_natural)]
     _check_casts(drafts, config)
@@ -61,24 +68,35 @@ def make_plan(
         bucket_nbytes=config.bucket_nbytes,
         items=tuple(items),
         rounds=_rounds(buckets),
-        notes=tuple(_notes(buckets, layout, metas, config.bucket_nbytes)),
+        notes=(
+            *_notes(buckets, layout, metas, config.bucket_nbytes),
+            *(f"requantized: {name}: {why}" for name, why in sorted(requantized.items())),
+        ),
     )
 
 
-def resolve_rule(layout: ServerLayout, config: BridgeConfig) -> str | None:
-    """The rounding rule: the configured one if the layout can take it, else the layout's own."""
+def resolve_rule(layout: ServerLayout, config: BridgeConfig, trained: Collection[str] = ()) -> str | None:
+    """The rounding rule: the configured one, else the trainer's own, else the layout's.
+
+    Raises ConfigError if the servers cannot take it, or the trainer's ranks differ.
+    """
+    if len(trained) > 1:
+        raise ConfigError(f"the trainer's ranks quantize by different rules ({', '.join(sorted(trained))}); use one")
+    wanted: str | None = config.rule
+    if wanted is None and trained:
+        (wanted,) = trained
     if layout.block is None:
         if config.rule is not None:
             raise ConfigError(f"rule {config.rule!r} was asked for, but the servers are not quantized; drop it")
         return None
     if layout.scale_format == "ue8m0":
-        if config.rule is not None and config.rule not in POWER_OF_TWO_RULES:
+        if wanted is not None and wanted not in POWER_OF_TWO_RULES:
             raise ConfigError(
-                f"rule {config.rule!r} makes fp32 scales, but the servers want powers of two (scale_fmt ue8m0); "
+                f"rule {wanted!r} makes fp32 scales, but the servers want powers of two (scale_fmt ue8m0); "
                 f"use one of {', '.join(POWER_OF_TWO_RULES)}"
             )
-        return config.rule or "ue8m0"
-    return config.rule or "sglang"
+        return wanted or "ue8m0"
+    return wanted or "sglang"
 
 
 def _merge(

@@ -85,8 +85,10 @@ class Shard:
 class WeightSource(Protocol):
     """What a trainer offers. Three members; no base class to import.
 
-    A fourth, `before_read()`, is called on every rank before the reads of an update if it is there
-    (to finish a pending all-gather of parameters, say).
+    Optional members, looked for after `describe`: `before_read()` is called on every rank before the
+    reads of an update (to finish a pending all-gather of parameters, say). `rule`: the rounding rule the
+    trainer quantizes with itself, or None; it becomes the plan's unless the configuration names one.
+    `requantized`: tensor name -> why the trainer's own FP8 bytes cannot be sent; the plan lists them.
 
     hf_config: the Hugging Face config of the model as a dict; a `quantization_config` in it is
         the layout the trainer expects of the servers, and is compared with theirs.

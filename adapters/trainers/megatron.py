@@ -12,6 +12,7 @@ from torch import nn
 from fp8bridge.errors import ConfigError, UnsupportedModelError
 from fp8bridge.types import Shard, TensorMeta
 
+from . import transformer_engine as te
 from .hf_config import load_hf_config
 from .megatron_layout import Slot, slots_of
 from .megatron_names import OUTPUT_LAYER, dims_of, family_of
@@ -55,6 +56,9 @@ class MegatronSource:
             for index, chunk in enumerate(self._chunks)
             for name, param in chunk.named_parameters()
         }
+        self._fp8: set[str] = set()
+        self.rule: str | None = None
+        self.requantized: dict[str, str] = {}
 
     def describe(self) -> tuple[list[TensorMeta], list[Shard]]:
         """Names, shapes and places of what this rank holds. Not collective; moves no data.
@@ -62,17 +66,46 @@ class MegatronSource:
         UnsupportedModelError lists every parameter without a rule; ConfigError says where the model
         and `hf_config` differ.
         """
+        self._fp8, self.requantized = set(), {}
         matched = self._match()
         self._check_shapes(matched)
+        self.rule = self._trained_rule()
         metas: dict[str, TensorMeta] = {}
         shards: list[Shard] = []
         for key, slot in matched.items():
             param = self._params[key]
-            metas |= {meta.name: meta for meta in slot.metas(str(param.dtype).removeprefix("torch."))}
-            shards += slot.shards(
-                self._dims, param=key, rank=self._rank, tp_rank=self._tp_rank, tp=self._tp, shape=param.shape
-            )
+            mine = self._shards(key, slot, self._tp_rank)
+            for meta in slot.metas(str(param.dtype).removeprefix("torch.")):
+                held = [s for s in mine if s.tensor == meta.name]
+                new_metas, new_shards = self._as_held(key, slot, meta, held)
+                metas |= {m.name: m for m in new_metas}
+                shards += new_shards
         return list(metas.values()), shards
+
+    def _shards(self, key: str, slot: Slot, tp_rank: int) -> list[Shard]:
+        shape = self._params[key].shape
+        return list(slot.shards(self._dims, param=key, rank=self._rank, tp_rank=tp_rank, tp=self._tp, shape=shape))
+
+    def _as_held(
+        self, key: str, slot: Slot, meta: TensorMeta, shards: list[Shard]
+    ) -> tuple[list[TensorMeta], list[Shard]]:
+        """A plain tensor as it is; an FP8 one as codes and scales, or dequantized where blocks are cut."""
+        if key not in self._fp8:
+            return [meta], shards
+        everywhere = [s for r in range(self._tp) for s in self._shards(key, slot, r) if s.tensor == meta.name]
+        why_not = te.why_not_as_is(meta, everywhere)
+        if why_not:
+            self.requantized[meta.name] = why_not
+            return te.dequantized(meta, shards)
+        return te.pass_through(meta, shards)
+
+    def _trained_rule(self) -> str | None:
+        rules = {te.rule_of(self._params[key]) for key in self._fp8}
+        if len(rules) > 1:
+            raise UnsupportedModelError(
+                f"rank {self._rank}: some FP8 parameters have power-of-two scales and others have not; use one recipe"
+            )
+        return rules.pop() if rules else None
 
     def before_read(self) -> None:
         """Finish the parameter all-gathers that the distributed optimizer left to the next forward.
@@ -88,6 +121,9 @@ class MegatronSource:
 
     def read(self, param: str) -> torch.Tensor:
         """The live parameter as a detached matrix view; it shares memory with the model."""
+        key, mark, what = param.partition("#")
+        if mark:
+            return te.read(self._params[key], mark + what)
         tensor: torch.Tensor = self._params[param].detach()
         return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
@@ -139,14 +175,12 @@ class MegatronSource:
         return self._dims.tied and key.endswith(f":{OUTPUT_LAYER}") and marked
 
     def _check_class(self, key: str) -> None:
-        data = self._params[key].data
-        if type(data) is not torch.Tensor:
-            raise UnsupportedModelError(
-                f"rank {self._rank}: {key} is a {type(data).__name__}; only plain tensors can be read so "
-                "far. For FP8 parameters (fp8_param_gather) turn that off: BF16 parameters are "
-                "quantized on the way",
-                tensor=key,
-            )
+        try:
+            if te.is_fp8(self._params[key]):
+                te.check(self._params[key])
+                self._fp8.add(key)
+        except UnsupportedModelError as err:
+            raise UnsupportedModelError(f"rank {self._rank}: {key} cannot be read: {err.message}", tensor=key) from err
 
     def _check_shapes(self, matched: dict[str, Slot]) -> None:
         for key, slot in matched.items():

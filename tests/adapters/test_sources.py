@@ -113,14 +113,16 @@ def test_a_model_of_another_family_or_with_its_own_head_is_refused():
         MegatronSource(Chunk(), SMALL | {"tie_word_embeddings": True}, **ALONE).describe()
 
 
-def test_fp8_parameters_are_refused_by_class():
-    class Float8BlockwiseQTensor(torch.Tensor):
+def test_fp8_parameters_of_other_recipes_are_refused_by_class():
+    class Float8Tensor(torch.Tensor):
         pass
 
     chunk = Chunk()
     fc2 = chunk.decoder.layers[1].mlp.linear_fc2
-    fc2.weight = nn.Parameter(fc2.weight.data.as_subclass(Float8BlockwiseQTensor))
-    with pytest.raises(UnsupportedModelError, match=r"layers.1.mlp.linear_fc2.weight is a Float8BlockwiseQTensor"):
+    fc2.weight = nn.Parameter(fc2.weight.data.as_subclass(Float8Tensor))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers.1.mlp.linear_fc2.weight cannot be read: a Float8Tensor, with one scale"
+    ):
         MegatronSource(chunk, SMALL, **ALONE).describe()
 
 
