@@ -23,7 +23,13 @@ def plan(
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of the trainer.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.", min=1)] = 1,
     vpp: Annotated[int, typer.Option(help="Virtual pipeline stages on each rank.", min=1)] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel size.", min=1)] = 1,
+    dp: Annotated[int, typer.Option(help="Ranks that share dense weights (data x context parallel).", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel size; ep x etp divides tp x dp.", min=1)] = 1,
+    etp: Annotated[int | None, typer.Option(help="Expert tensor-parallel size. Default: tp.", min=1)] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers of each pipeline chunk, as 12,16,16,12. Default: evenly many.")
+    ] = None,
+    mtp: Annotated[bool, typer.Option(help="The trainer has the multi-token prediction layers.")] = False,
     dtype: Annotated[str, typer.Option(help="Dtype of the trainer's weights.")] = "bfloat16",
     quantization: Annotated[str | None, typer.Option(metavar=METAVAR, help=HELP)] = None,
     rule: Annotated[
@@ -45,7 +51,10 @@ def plan(
 
     hf_config = load_hf_config(config)
     layout = ServerLayout.from_hf_config(with_quantization(hf_config, quantization))
-    metas, shards = megatron_shards(hf_config, tp=tp, pp=pp, vpp=vpp, dp=dp, dtype=dtype)
+    split = _numbers(layers) if layers else None
+    metas, shards = megatron_shards(
+        hf_config, tp=tp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp, layers=split, dtype=dtype, mtp=mtp
+    )
     made = make_plan(
         _by_rank(metas, shards, ranks=tp * pp * dp),
         layout,
@@ -59,6 +68,13 @@ def plan(
     if layout.block is None and quantization is None:
         print("  note: the config has no quantization_config; --quantization fp8 plans for block-FP8 servers")
     _print_largest(made)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 12,16,16,12") from None
 
 
 def _by_rank(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8bridge.adapters.megatron_names import ModelDims, dims_of, family_of
+from fp8bridge.adapters.megatron_families import family_of
+from fp8bridge.adapters.megatron_names import ModelDims, dims_of
 from fp8bridge.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,15 +11,16 @@ from torch import nn
 
 from fp8bridge.adapters.hf_config import load_hf_config
 from fp8bridge.adapters.megatron import MegatronSource
-from fp8bridge.adapters.megatron_layout import megatron_shards, slots_of
-from fp8bridge.adapters.megatron_names import dims_of, family_of
+from fp8bridge.adapters.megatron_families import family_of
+from fp8bridge.adapters.megatron_layout import Place, megatron_shards, slots_of
+from fp8bridge.adapters.megatron_names import dims_of
 from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.errors import ConfigError, UnsupportedModelError
 from fp8bridge.types import WeightSource
 
 from .test_megatron_layout import SMALL
 
-ALONE = {"tp_rank": 0, "tp_size": 1}
+ALONE = {"place": Place()}
 
 
 class Chunk(nn.Module):
@@ -33,7 +34,7 @@ class Chunk(nn.Module):
         for layer, number in zip(self.decoder.layers, layers, strict=True):
             layer.layer_number = number + 1
         for slot in slots_of(family, dims_of(config, family), enumerate(layers), first=first, last=last):
-            self.add(slot.te_name if spec == "te" else slot.local_name, *slot.local_shape(tp))
+            self.add(slot.te_name if spec == "te" else slot.local_name, *slot.local_shapes(tp)[-1])
 
     def add(self, name, *shape):
         *path, leaf = name.split(".")
