@@ -169,7 +169,7 @@ class MegatronSource:
                 f"rank {self._rank}: the {self._family.model_type} table has no rule under this hf_config "
                 f"for: {', '.join(unknown)}. Give the config the trainer was built from (attention_bias, "
                 "tie_word_embeddings, num_nextn_predict_layers and the like decide which parameters exist), or add "
-                "the rules to the Family in fp8bridge/adapters/megatron_families.py"
+                f"the rules to the Family in fp8bridge/adapters/megatron_families.py{_hint(unknown)}"
             )
         used = set(map(id, known.values()))
         missing = {slot.te_name: None for slot in slots.values() if id(slot) not in used}
@@ -234,6 +234,19 @@ def _unwrap(chunk: nn.Module) -> Any:
 
 def _world_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+_OTHER_FORMS = {
+    ".experts.weight1": "legacy GroupedMLP keeps experts transposed in one tensor: build with SequentialMLP or "
+    "TEGroupedMLP",
+    ".linear_qkv_down_proj.weight": "build the model with mla_down_proj_fusion=False",
+    ".linear_q_proj.layer_norm_weight": "the Hugging Face model has no norm of an uncompressed query",
+}
+
+
+def _hint(unknown: Sequence[str]) -> str:
+    found = [text for end, text in _OTHER_FORMS.items() if any(key.endswith(end) for key in unknown)]
+    return "".join(f" ({text})" for text in found)
 
 
 def _has_mtp(chunk: Any) -> bool:

@@ -204,6 +204,8 @@ def megatron_shards(
     """
     family = family_of(hf_config)
     dims = dims_of(hf_config, family)
+    if tp < 1 or dims.heads % tp:
+        raise ConfigError(f"{dims.heads} attention heads cannot be split over tp {tp}")
     stage_places = places(tp=tp, dp=dp, ep=ep, etp=etp)
     begins = _chunk_begins(dims.layers, pp, vpp, layers)
 

@@ -12,6 +12,7 @@ import fp8bridge
 from fp8bridge.adapters.megatron import MegatronSource
 from fp8bridge.demo.megatron_cpu import use_cpu
 from tests.adapters import te_stub
+from tests.adapters.moe_models import DEEPSEEK, transformer_config
 from tests.support import FP8_LAYOUT, ZmqThreadServer
 
 WORLD = 4
@@ -32,6 +33,23 @@ ALIGNED = {
 HEADS_OF_64 = ALIGNED | {"head_dim": 64}
 RAGGED = ALIGNED | {"hidden_size": 192, "intermediate_size": 640}
 """hidden 192: every matrix ends inside a block, which is fine; ffn 640 / tp 2 = 320 is not."""
+MOE = DEEPSEEK | {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 2,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 300,
+    "num_nextn_predict_layers": 0,
+    "torch_dtype": "bfloat16",
+}
+"""kv_a has 128 + 64 rows: whole on every rank, its last block is half full."""
 SCENARIOS = {
     # name: (hf_config, tp, pp, TransformerConfig overrides)
     "aligned_tp2_pp2": (ALIGNED, 2, 2, {}),
@@ -54,6 +72,7 @@ def run(rank, port, path):
     )
     use_cpu()
     found = {name: scenario(*args) for name, args in SCENARIOS.items()}
+    found["experts"] = expert_scenario()
     found["columnwise only"] = scenario(ALIGNED, 2, 2, {}, columnwise_only=True)
     found["refused"] = refusals(rank)
     if rank == 0:
@@ -79,6 +98,50 @@ def scenario(hf_config, tp, pp, overrides, columnwise_only=False):
     dist.all_gather_object(parts, raw_parts(model))
     ps.destroy_model_parallel()
     return {"summary": summary, "server": {n: t.clone() for n, t in server.tensors.items()}, "ranks": parts}
+
+
+def expert_scenario():
+    """MLA, grouped experts (each with FP8 codes of its own), a shared expert and expert biases; TP2 x EP2."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    ps.initialize_model_parallel(2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True, "moe_grouped_gemm": True}
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    config = transformer_config(MOE, mtp=False, dtype=torch.bfloat16, **sizes, **fp8)
+    torch.manual_seed(1234 + ps.get_expert_model_parallel_rank())
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        vocab_size=512,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    with torch.no_grad():
+        # Dense weights are drawn alike on the ranks that share them; only experts follow the seed.
+        for name, param in model.named_parameters():
+            if ".experts." not in name:
+                torch.manual_seed(len(name) + (ps.get_tensor_model_parallel_rank() if cut(param) else 7))
+                param.copy_(torch.randn(param.shape, dtype=torch.bfloat16) * 0.05)
+    server = ZmqThreadServer("a", layout=FP8_LAYOUT)
+    with fp8bridge.connect(MegatronSource(model, MOE), [server], bucket_nbytes=400_000) as bridge:
+        bridge.update_weights(version=1)
+        bridge.verify()
+        summary = bridge.plan.summary()
+    parts = [None] * WORLD
+    dist.all_gather_object(parts, raw_parts(model) | {"ep_rank": ps.get_expert_model_parallel_rank()})
+    ps.destroy_model_parallel()
+    return {"summary": summary, "server": {n: t.clone() for n, t in server.tensors.items()}, "ranks": parts}
+
+
+def cut(param):
+    return getattr(param, "tensor_model_parallel", False)
 
 
 def build(hf_config, tp, pp, overrides):

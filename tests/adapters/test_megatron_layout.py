@@ -175,7 +175,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
         ({"num_key_value_heads": 3}, {}, "no multiple of num_key_value_heads 3"),
         ({"intermediate_size": 21}, {"tp": 2}, r"mlp.linear_fc1.weight .* 2 equal slices"),
         ({}, {"pp": 3}, "4 layers cannot be split evenly over pp 3 x vpp 1"),
-        ({}, {"tp": 0}, "tp is 0"),
+        ({}, {"tp": 3}, "4 attention heads cannot be split over tp 3"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(change, sizes, message):

@@ -28,7 +28,7 @@ class Chunk(nn.Module):
 
     def __init__(self, config=SMALL, layers=(0, 1, 2, 3), *, first=True, last=True, spec="te", tp=1):
         super().__init__()
-        family = family_of(config)
+        self.config, family = config, family_of(config)
         self.decoder, self.pre_process, self.post_process = nn.Module(), first, last
         self.decoder.layers = nn.ModuleList(nn.Module() for _ in layers)
         for layer, number in zip(self.decoder.layers, layers, strict=True):

@@ -1,5 +1,6 @@
 """Transformer Engine's FP8 parameters reach a server as the trainer has them, bit for bit."""
 
+import re
 import socket
 
 import pytest
@@ -114,6 +115,67 @@ def test_every_linear_weight_is_the_trainers_own_bytes(worlds, name):
     assert "quantize" not in actions
     assert found["summary"]["rule"] == "te_pow2"
     assert not found["summary"]["fallbacks"]
+
+
+@needs_te
+def test_grouped_experts_and_mla_are_the_trainers_own_bytes(worlds):
+    found = worlds["experts"]
+    actions, server = found["summary"]["actions"], found["server"]
+    assert "quantize" not in actions
+    assert not found["summary"]["fallbacks"]
+    seen = set()
+    for rank in found["ranks"]:
+        for key, value in rank.items():
+            if not isinstance(value, tuple):
+                continue
+            for name, codes, scales, row, col in pieces_by_hand(key, value, rank["tp_rank"], rank["ep_rank"]):
+                rows, cols = codes.shape
+                held = server[name][row : row + rows, col : col + cols]
+                assert same(held.view(torch.uint8), codes), (key, name)
+                held = server[f"{name}_scale_inv"][row // 128 :, col // 128 :]
+                assert same(held[: scales.shape[0], : scales.shape[1]], scales), (key, name)
+                seen.add(name)
+    assert seen == {name for name, tensor in server.items() if tensor.dtype == torch.float8_e4m3fn}
+    # 5 of MLA a layer, one dense and one shared MLP, four experts
+    assert len(seen) == 2 * 5 + 2 * 3 + 4 * 3
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert server[bias].dtype == torch.float32
+
+
+def pieces_by_hand(key, value, tp_rank, ep_rank):
+    """(HF name, codes, scales, first row, first column) of what one rank holds of a parameter, without the tables."""
+    codes, scales = trim(value, 0), trim(value, 1)
+    layer, rest = re.match(r"decoder\.layers\.(\d+)\.(.*)", key).groups()
+    there, (rows, cols) = LAYER.format(layer), codes.shape
+    if expert := re.match(r"mlp\.experts\.linear_fc(\d)\.weight(\d)", rest):
+        there += f"mlp.experts.{int(expert[2]) + 2 * ep_rank}."
+        if expert[1] == "2":
+            return [(there + "down_proj.weight", codes, scales, 0, 0)]
+        return halves(there, codes, scales, 0)
+    for mine, theirs in (("mlp.shared_experts.", "mlp.shared_experts."), ("mlp.", "mlp.")):
+        if rest == mine + "linear_fc1.weight":
+            return halves(there + theirs, codes, scales, tp_rank)
+        if rest == mine + "linear_fc2.weight":
+            return [(f"{there}{theirs}down_proj.weight", codes, scales, 0, tp_rank * cols)]
+    name, axis = MLA[rest.removeprefix("self_attention.").removesuffix(".weight")]
+    begin = (tp_rank * rows, 0) if axis == 0 else (0, tp_rank * cols) if axis == 1 else (0, 0)
+    return [(f"{there}self_attn.{name}.weight", codes, scales, *begin)]
+
+
+MLA = {
+    "linear_q_down_proj": ("q_a_proj", None),
+    "linear_q_up_proj": ("q_b_proj", 0),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa", None),
+    "linear_kv_up_proj": ("kv_b_proj", 0),
+    "linear_proj": ("o_proj", 1),
+}
+
+
+def halves(there, codes, scales, slice_index):
+    """[gate; up] of one rank."""
+    step = len(codes) // 2
+    pairs = zip(("gate_proj", "up_proj"), codes.chunk(2), scales.chunk(2), strict=True)
+    return [(f"{there}{name}.weight", c, s, slice_index * step, 0) for name, c, s in pairs]
 
 
 @needs_te
