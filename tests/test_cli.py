@@ -115,6 +115,36 @@ def test_plan_as_json_is_exact(run, config):
     assert facts["predicted_seconds"] == pytest.approx(busiest * 4 / 20e9)
 
 
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_hidden_layers": 48,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_plan_of_a_model_with_experts_spreads_them_over_their_ranks(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    sizes = ("--tp", "4", "--dp", "2", "--ep", "8", "--etp", "1", "--quantization", "fp8", "--json")
+    code, out, _ = run("plan", "--config", str(tmp_path), *sizes)
+    assert code == 0
+    facts = json.loads(out)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert facts["actions"]["quantize"]["tensors"] == 48 * (128 * 3 + 4)
+    assert experts < facts["nbytes_wire"] < 1.1 * experts
+    # Experts are whole on their ranks: what travels between ranks is attention, embeddings and norms alone.
+    assert facts["nbytes_gathered"] < 0.06 * experts
+    assert max(facts["nbytes_by_sender"].values()) < 1.2 * facts["nbytes_wire"] / 8
+
+
+def test_plan_takes_uneven_stages_and_refuses_what_is_no_list(run, config):
+    sizes = ("plan", "--config", config(), "--pp", "2", "--quantization", "fp8")
+    assert run(*sizes, "--layers", "20,16")[0] == 0
+    code, _, err = run(*sizes, "--layers", "20,15")
+    assert (code, "add up to 36" in err) == (1, True)
+    code, _, err = run(*sizes, "--layers", "20;16")
+    assert (code, "no list of numbers" in err) == (2, True)
+
+
 def test_plan_reads_a_folder_and_the_configs_own_quantization(run, config):
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0"]}
     folder = config(quantization_config=quant).removesuffix("/config.json")
@@ -174,7 +204,7 @@ def test_wrong_usage_is_exit_code_2(run, words, says):
 @pytest.mark.parametrize(
     ("changes", "words", "says"),
     [
-        ({}, ["--tp", "3"], "cannot be cut into 3 equal slices"),
+        ({}, ["--tp", "3"], "heads cannot be split over tp 3"),
         ({}, ["--pp", "5"], "36 layers cannot be split evenly over pp 5"),
         ({}, ["--dtype", "int4"], "dtype int4"),
         ({}, ["--dtype", "float32"], "allow_cast"),
