@@ -116,7 +116,8 @@ def test_plan_as_json_is_exact(run, config):
 
 
 QWEN3_30B = {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_hidden_layers": 48,
     "vocab_size": 151936,
 }  # fmt: skip
