@@ -47,11 +47,19 @@ class BridgeConfig:
     """An update fails, and no server keeps the new version, if fewer servers than this have
     received all of it."""
 
+    keep_last: int = 0
+    """Committed versions kept as packed buckets in host memory, for `Bridge.rollback` and for servers that
+    come back. Each costs the bytes of one sync, spread over the sending ranks, and one more while an update
+    runs."""
+
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     """What servers do with running requests (SGLang's words)."""
 
     host: str = "127.0.0.1"
     """Address of this trainer host that the servers can reach (zmq)."""
+
+    curve_key_file: str | None = None
+    """The trainer's `.key_secret` (`fp8bridge keys`), the same on every rank: encrypts the payload (zmq)."""
 
     allow_plaintext: bool = False
     """Permit unencrypted payload on an address that is not loopback."""
@@ -68,6 +76,9 @@ class BridgeConfig:
     bucket_timeout_s: float = 60.0
     """Longest wait for a server's acknowledgement of one bucket."""
 
+    update_timeout_s: float | None = None
+    """Longest time for all buckets of an update; None: only the limits of its parts."""
+
     collective_timeout_s: float = 600.0
     """Longest wait of one trainer rank for another."""
 
@@ -79,16 +90,23 @@ class BridgeConfig:
             _one_of("rule", self.rule, RULES)
         _positive_int("bucket_nbytes", self.bucket_nbytes)
         _positive_int("min_healthy", self.min_healthy)
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise ConfigError(f"keep_last must be 0 or a positive integer, got {self.keep_last!r}")
         for each in fields(self):
             if each.name.endswith("timeout_s"):
                 value = getattr(self, each.name)
+                if value is None and each.name == "update_timeout_s":
+                    continue
                 if not isinstance(value, int | float) or not value > 0:
                     raise ConfigError(f"{each.name} must be a positive number of seconds, got {value!r}")
-        if self.transport == "zmq" and not self.allow_plaintext and not is_loopback(self.host):
+        encrypted = self.curve_key_file is not None
+        if self.transport == "zmq" and not (encrypted or self.allow_plaintext or is_loopback(self.host)):
             raise ConfigError(
-                f"host {self.host!r} is not loopback and the payload would travel unencrypted; set "
-                "allow_plaintext=True on a network you trust"
+                f"host {self.host!r} is not loopback and the payload would travel unencrypted; set curve_key_file "
+                "(`fp8bridge keys` makes one), or allow_plaintext=True on a network you trust"
             )
+        if encrypted and self.transport != "zmq":
+            raise ConfigError(f"curve_key_file is for transport 'zmq'; {self.transport!r} would ignore it")
 
 
 def is_loopback(host: str) -> bool:

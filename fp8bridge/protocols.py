@@ -76,6 +76,8 @@ class ServerInfo:
     """Its Hugging Face config, where it tells."""
     atomic: bool
     """True: nothing is visible before commit, and an aborted update leaves the old version whole."""
+    session: str | None = None
+    """State of the weight-update session that is open there, if one is."""
 
 
 class RolloutServer(Protocol):

@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from .errors import BridgeError, TransportError, WireError
+from .keys import split_key
 from .staging import StagedWeights
 from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
@@ -29,6 +30,7 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
+    trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Receiver:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_alive: Callable[[], None] = lambda: None,
+        trainer_key: bytes | None = None,
     ) -> None:
+        self._trainer_key = trainer_key
         self._weights = weights
         self._name = name
         self._should_stop = should_stop
@@ -76,7 +80,17 @@ class Receiver:
         socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
         socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
         try:
-            socket.connect(endpoint)
+            address, key = split_key(endpoint)
+            if self._trainer_key is not None and key != self._trainer_key:
+                found = "no key" if key is None else "another key"
+                raise TransportError(f"sender {address} has {found} than the trainer that {self._name} was told of")
+            if key is not None:
+                socket.curve_serverkey = key
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(address)
+        except BridgeError:
+            socket.close(linger=0)
+            raise
         except zmq.ZMQError as err:
             socket.close(linger=0)
             raise TransportError(f"{self._name} cannot connect to sender {endpoint}: {err}") from err
@@ -89,7 +103,8 @@ class Receiver:
             self._check_stop()
             if time.monotonic() > deadline:
                 raise TransportError(
-                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it?"
+                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it, and "
+                    "has it that CURVE key, if any?"
                 )
         answer = decode(socket.recv())
         if isinstance(answer, Refuse):

@@ -56,6 +56,7 @@ class HttpServer:
             weight_version=None if version is None else str(version),
             model=model,
             atomic=bool(ours.get("atomic")),
+            session=ours.get("session"),
         )
 
     def preflight(self, manifest: Manifest) -> None:
@@ -103,6 +104,33 @@ class HttpServer:
     def checksums(self) -> dict[str, int]:
         answer = self._call("POST", "/weights_checker", {"action": "checksum"})
         return {name: int(value, 16) for name, value in answer["tensors"].items()}
+
+    def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
+        """Log-probabilities of the prompt's tokens but the first, then of `count` greedy ones, as the server says."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": count, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        meta = self._call("POST", "/generate", body)["meta_info"]
+        pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        return [float(pair[0]) for pair in pairs]
+
+    def repair(self) -> list[str]:
+        """Drop an update session that some client left open, and let a paused server go on; what was done.
+
+        For servers whose trainer is gone: an update that is under way is dropped as well.
+        """
+        done = []
+        answer = self._call("GET", "/server_info")
+        if answer.get("fp8bridge", {}).get("session") is not None:
+            self._call("POST", "/abort_weight_update", {"whosever": True}, timeout_s=_RELEASE_TIMEOUT_S)
+            done.append("dropped an open update session")
+        if any(state.get("paused") for state in answer.get("internal_states", ())):
+            self.resume()
+            done.append("resumed generation")
+        return done
 
     def close(self) -> None:
         self._client.close()

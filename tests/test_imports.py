@@ -30,11 +30,14 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # arithmetic
     ("kernels.*", "torch triton"),
     # stages; siblings never know each other
+    ("keys", "zmq"),
     ("ranks", "torch torch.distributed"),
     ("staging", "torch"),
-    ("gather pack receiver servers transport.zmq transport.loopback", "torch numpy zmq httpx"),
+    ("gather pack receiver servers snapshots transport.zmq transport.loopback", "torch numpy zmq httpx"),
     ("transport", ""),
     ("session", ""),
+    ("routing", "httpx"),
+    ("sending", ""),
     # the whole
     ("bridge", ""),
     ("fp8bridge", ""),
@@ -42,7 +45,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
-    ("cli.*", "torch typer rich httpx"),
+    ("cli.*", "torch typer rich httpx safetensors"),
     ("__main__", ""),
 )
 KERNELS_MAY_IMPORT = {"errors"}

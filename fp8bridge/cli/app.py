@@ -13,8 +13,10 @@ from fp8bridge.errors import BridgeError
 
 from .demo import demo
 from .doctor import doctor
+from .keys import keys
 from .plan import plan
 from .serve import serve
+from .verify import verify
 
 TRACEBACK = "--traceback"
 
@@ -25,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, plan, doctor, serve):
+for command in (demo, plan, doctor, verify, serve, keys):
     app.command()(command)
 
 

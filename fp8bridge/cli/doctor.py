@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -42,10 +42,20 @@ class ServerCheck:
     layout: str | None = None
     weight_version: str | None = None
     paused: bool | None = None
+    session: str | None = None
+    repaired: list[str] = field(default_factory=list)
 
 
 def doctor(
-    server: Annotated[list[str] | None, typer.Option(help="Also ask this rollout server; can be repeated.")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option("--server", "--servers", help="Also ask this rollout server; can be repeated.")
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            help="Drop update sessions that were left open and resume paused servers. Only when no trainer runs."
+        ),
+    ] = False,
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -54,7 +64,7 @@ def doctor(
     found = versions()
     gpu = device()
     offered = features(found, gpu)
-    servers = [check_server(url, timeout_s=timeout_s, api_key=api_key) for url in server or ()]
+    servers = [check_server(url, timeout_s=timeout_s, api_key=api_key, repair=repair) for url in server or ()]
     if as_json:
         facts = {
             "python": platform.python_version(),
@@ -120,8 +130,8 @@ def features(found: dict[str, str | None], gpu: dict[str, Any]) -> list[Feature]
     return [Feature(name, not fix, fix) for name, fix in fixes.items()]
 
 
-def check_server(url: str, *, timeout_s: float, api_key: str | None = None) -> ServerCheck:
-    """Ask one server what it holds and if it would take weights."""
+def check_server(url: str, *, timeout_s: float, api_key: str | None = None, repair: bool = False) -> ServerCheck:
+    """Ask one server what it holds and if it would take weights; first repair it, if asked to."""
     from ..errors import BridgeError
     from ..servers import HttpServer
 
@@ -129,7 +139,10 @@ def check_server(url: str, *, timeout_s: float, api_key: str | None = None) -> S
         server = HttpServer(url, timeout_s=timeout_s, api_key=api_key)
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error))
+    repaired: list[str] = []
     try:
+        if repair:
+            repaired = server.repair()
         info = server.info()
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error), paused=_paused(url, timeout_s))
@@ -142,6 +155,8 @@ def check_server(url: str, *, timeout_s: float, api_key: str | None = None) -> S
         layout=info.layout.describe() if info.layout else None,
         weight_version=info.weight_version,
         paused=_paused(url, timeout_s),
+        session=info.session,
+        repaired=repaired,
     )
 
 
@@ -218,5 +233,8 @@ def _print(
         mark = "[green]usable[/green]" if check.usable else "[red]not usable[/red]"
         told = {"engine": check.engine, "layout": check.layout, "weight version": check.weight_version}
         state = {True: "paused", False: "generating", None: "does not tell whether it is paused"}[check.paused]
-        facts = check.error or ", ".join([*(f"{k} {v}" for k, v in told.items()), state])
+        open_session = [f"an update session is {check.session}"] if check.session else []
+        facts = check.error or ", ".join(
+            [*(f"{k} {v}" for k, v in told.items()), state, *open_session, *check.repaired]
+        )
         console.print(f"{escape(check.url)}: {mark}: {escape(facts)}", soft_wrap=True)

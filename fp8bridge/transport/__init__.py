@@ -14,6 +14,8 @@ def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Tr
         from .loopback import LoopbackTransport
 
         return LoopbackTransport(servers)
+    from ..keys import load_key_pair
     from .zmq import ZmqTransport
 
-    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s)
+    pair = None if config.curve_key_file is None else load_key_pair(config.curve_key_file)
+    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s, keys=pair)

@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
+from ..keys import KeyPair, with_key
 from ..plan import Manifest
 from ..protocols import PackedBucket
 from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
@@ -41,11 +42,13 @@ class _Peer:
 
 
 class ZmqTransport:
-    """See `protocols.Transport`. `host`: address of this machine that servers can reach."""
+    """See `protocols.Transport`. `host`: address of this machine that servers can reach; `keys`: encrypt
+    with CURVE, as the holder of this pair."""
 
     multi_sender = True
 
-    def __init__(self, host: str, *, bucket_timeout_s: float) -> None:
+    def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
+        self._keys = keys
         self._host = f"[{host}]" if ":" in host else host
         self._bucket_timeout_s = bucket_timeout_s
         self.failures: dict[str, BridgeError] = {}
@@ -74,6 +77,9 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        if self._keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
         try:
             port = self._socket.bind_to_random_port(f"tcp://{self._host}")
         except zmq.ZMQError as err:
@@ -81,7 +87,8 @@ class ZmqTransport:
             raise TransportError(f"cannot listen on {self._host}: {err}; is it an address of this host?") from err
         self._thread = threading.Thread(target=self._run, name="fp8bridge-zmq", daemon=True)
         self._thread.start()
-        return f"tcp://{self._host}:{port}"
+        address = f"tcp://{self._host}:{port}"
+        return address if self._keys is None else with_key(address, self._keys.public)
 
     def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
         deadline = time.monotonic() + timeout_s
