@@ -171,6 +171,7 @@ class Bridge:
         info = member.server.info()
         resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
         member.server.preflight(self.plan.manifest)
+        self._transport.join(member.server)
         member.server.resume()
         member.version = None
         self._set.add(member)

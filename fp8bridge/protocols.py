@@ -38,6 +38,10 @@ class Transport(Protocol):
     failures: dict[str, BridgeError]
     """Server name -> what went wrong, since `open`."""
 
+    def join(self, server: RolloutServer) -> None:
+        """Between updates, on rank 0: this server is new in the set, or back after it was lost."""
+        ...
+
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         """Get ready for one update; the address that servers are told. `tokens`: secret of this
         update for each server name. `buckets`: indexes this rank will send, in order."""

@@ -103,8 +103,8 @@ class Receiver:
             self._check_stop()
             if time.monotonic() > deadline:
                 raise TransportError(
-                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it, and "
-                    "has it that CURVE key, if any?"
+                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it "
+                    "(and has it that CURVE key, if any)?"
                 )
         answer = decode(socket.recv())
         if isinstance(answer, Refuse):

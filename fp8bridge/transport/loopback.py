@@ -141,13 +141,16 @@ class LoopbackTransport:
     def __init__(self, servers: Sequence[RolloutServer]) -> None:
         self._servers: dict[str, Any] = {}
         for server in servers:
-            if not hasattr(server, "take"):
-                raise ConfigError(
-                    f"transport 'loopback' reaches LoopbackServer objects in this process, not {server.name}; "
-                    "use transport='zmq' for a URL"
-                )
-            self._servers[server.name] = server
+            self.join(server)
         self.failures: dict[str, BridgeError] = {}
+
+    def join(self, server: RolloutServer) -> None:
+        if not hasattr(server, "take"):
+            raise ConfigError(
+                f"transport 'loopback' reaches LoopbackServer objects in this process, not {server.name}; "
+                "use transport='zmq' for a URL"
+            )
+        self._servers[server.name] = server
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}

@@ -20,7 +20,7 @@ import zmq
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
-from ..protocols import PackedBucket
+from ..protocols import PackedBucket, RolloutServer
 from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
 _TICK_S = 0.05
@@ -56,6 +56,9 @@ class ZmqTransport:
         self._changed = threading.Condition()
         self._reason = ""
         self._twins: dict[int, torch.Tensor] = {}
+
+    def join(self, server: RolloutServer) -> None:
+        """Servers connect by themselves, with the token of an update."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         if self._thread is not None:
