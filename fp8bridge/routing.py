@@ -7,6 +7,7 @@ leave: such a server is paused and answers in a moment.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import httpx
 
@@ -23,10 +24,10 @@ class WebHook:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
         self._url = url
-        self._client = _client(api_key, timeout_s)
+        self._options = _options(api_key, timeout_s)
 
     def __call__(self, event: ServerEvent) -> None:
-        self._client.post(self._url, json=asdict(event)).raise_for_status()
+        httpx.post(self._url, json=asdict(event), **self._options).raise_for_status()
 
 
 class SglangRouter:
@@ -39,25 +40,25 @@ class SglangRouter:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> None:
         self._workers = f"{url.rstrip('/')}/workers"
-        self._client = _client(api_key, timeout_s)
+        self._options = _options(api_key, timeout_s)
         self._taken_out: set[str] = set()
 
     def __call__(self, event: ServerEvent) -> None:
         if event.state in ("fenced", "catching_up"):
             self._take_out(event.server)
         elif event.state == "healthy" and event.server in self._taken_out:
-            self._client.post(self._workers, json={"url": event.server}).raise_for_status()
+            httpx.post(self._workers, json={"url": event.server}, **self._options).raise_for_status()
             self._taken_out.discard(event.server)
 
     def _take_out(self, server: str) -> None:
-        listed = self._client.get(self._workers)
+        listed = httpx.get(self._workers, **self._options)
         listed.raise_for_status()
         for worker in listed.json()["workers"]:
             if worker["url"].rstrip("/") == server:
                 self._taken_out.add(server)
-                self._client.delete(f"{self._workers}/{worker['id']}").raise_for_status()
+                httpx.delete(f"{self._workers}/{worker['id']}", **self._options).raise_for_status()
 
 
-def _client(api_key: str | None, timeout_s: float) -> httpx.Client:
+def _options(api_key: str | None, timeout_s: float) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False)
+    return {"headers": headers, "timeout": timeout_s, "trust_env": False}
