@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # arithmetic
     ("kernels.*", "torch triton"),
     # stages; siblings never know each other
-    ("keys", "zmq"),
+    ("keys http", "zmq httpx"),
     ("ranks", "torch torch.distributed"),
     ("staging", "torch"),
     ("gather pack receiver servers snapshots transport.zmq transport.loopback", "torch numpy zmq httpx"),
