@@ -19,8 +19,8 @@ from .preflight import resolve_layout
 from .protocols import RolloutServer
 from .ranks import Ranks, agree, connect_ranks
 from .report import ServerReport, Spread, Stopwatch, SyncReport
+from .rollout_server import open_server
 from .sending import Progress, Sender
-from .servers import HttpServer
 from .session import Member, OnState, ServerSet, Update, check_version, decoded_states, encoded_states, server_reports
 from .snapshots import Snapshots
 from .transport import open_transport
@@ -229,7 +229,9 @@ class Bridge:
 
     def _server(self, server: str | RolloutServer) -> RolloutServer:
         if isinstance(server, str):
-            return HttpServer(server, timeout_s=self.config.request_timeout_s, api_key=self.config.api_key)
+            return open_server(
+                server, timeout_s=self.config.request_timeout_s, api_key=self.config.api_key, config=self.config
+            )
         return server
 
     def _make_servers(self, servers: Sequence[str | RolloutServer]) -> None:

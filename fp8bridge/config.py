@@ -15,7 +15,7 @@ BLOCKS = ((128, 128), (1, 128))
 """Scale blocks (rows, columns) that the kernels make."""
 
 POWER_OF_TWO_RULES = ("te_pow2", "ue8m0")
-TRANSPORTS = ("zmq", "loopback")
+TRANSPORTS = ("zmq", "nccl", "loopback")
 PAUSE_MODES = ("retract", "abort", "in_place")
 
 MIB = 1 << 20
@@ -25,8 +25,11 @@ MIB = 1 << 20
 class BridgeConfig:
     """Every field has a default that is right for a first run on one host."""
 
-    transport: Literal["zmq", "loopback"] = "zmq"
-    """How buckets travel."""
+    transport: Literal["zmq", "nccl", "loopback"] = "zmq"
+    """How buckets travel. `nccl`: one broadcast per bucket into stock SGLang."""
+
+    group_backend: Literal["nccl", "gloo"] = "nccl"
+    """Backend of the groups of transport `nccl`; `gloo` is for servers on a CPU."""
 
     rule: Literal["sglang", "te", "te_pow2", "ue8m0"] | None = None
     """Rounding rule. None: `sglang` for fp32 scales, `ue8m0` where the server wants powers of two;
@@ -84,6 +87,7 @@ class BridgeConfig:
 
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("group_backend", self.group_backend, ("nccl", "gloo"))
         _one_of("senders", self.senders, ("all", "first"))
         _one_of("pause_mode", self.pause_mode, PAUSE_MODES)
         if self.rule is not None:

@@ -33,8 +33,11 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("keys http", "zmq httpx"),
     ("ranks", "torch torch.distributed"),
     ("staging", "torch"),
-    ("gather pack receiver servers snapshots transport.zmq transport.loopback", "torch numpy zmq httpx"),
-    ("transport", ""),
+    (
+        "gather pack receiver servers snapshots sglang.* transport.zmq transport.nccl transport.loopback",
+        "torch torch.distributed numpy zmq httpx msgpack",
+    ),
+    ("transport rollout_server", ""),
     ("session", ""),
     ("routing", "httpx"),
     ("sending", ""),

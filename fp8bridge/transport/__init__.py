@@ -9,11 +9,15 @@ from ..protocols import RolloutServer, Transport
 
 
 def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Transport:
-    """The transport of `config.transport`. `servers` are used by `loopback` alone."""
+    """The transport of `config.transport`. `servers`: on rank 0, those it will send to."""
     if config.transport == "loopback":
         from .loopback import LoopbackTransport
 
         return LoopbackTransport(servers)
+    if config.transport == "nccl":
+        from .nccl import NcclTransport
+
+        return NcclTransport(servers, config)
     from ..keys import load_key_pair
     from .zmq import ZmqTransport
 

@@ -1,0 +1,30 @@
+"""Which kind of server answers at a URL."""
+
+from __future__ import annotations
+
+from .config import BridgeConfig
+from .errors import ServerMismatchError
+from .http import Http
+from .protocols import RolloutServer
+from .servers import HttpServer
+from .sglang.server import SglangServer
+
+
+def open_server(
+    url: str, *, timeout_s: float, api_key: str | None = None, config: BridgeConfig | None = None
+) -> RolloutServer:
+    """An embedded server or a stock SGLang one, by its /server_info. Raises ServerError."""
+    http = Http(url, timeout_s=timeout_s, api_key=api_key)
+    try:
+        facts = http.call("GET", "/server_info")
+        if "fp8bridge" in facts:
+            return HttpServer(url, timeout_s=timeout_s, api_key=api_key)
+        if "tp_size" not in facts:
+            raise ServerMismatchError(
+                f"{http.name} is neither an SGLang server nor one of `fp8bridge serve` (by its /server_info)",
+                server=http.name,
+            )
+        return SglangServer(http, facts, timeout_s=timeout_s)
+    except BaseException:
+        http.close()
+        raise

@@ -1,0 +1,176 @@
+"""Control of a stock SGLang server: `protocols.RolloutServer` in terms of its own endpoints.
+
+Weights that arrive over `nccl` are loaded bucket by bucket into the live model: there is no way back but
+to send a whole version again. So an update that ends early leaves the server fenced, with a weight
+version that no trainer ever gives out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import LayoutError, ServerError, ServerMismatchError, ServerRefusedError
+from ..http import Http
+from ..layout import ServerLayout
+from ..plan import Bucket, Manifest
+from ..protocols import ServerInfo
+from .client import SESSIONS_SINCE, TESTED, SglangClient, version_of
+
+log = logging.getLogger("fp8bridge")
+
+_RELEASE_TIMEOUT_S = 10.0
+INCOMPLETE = "incomplete"
+"""Prefix of the weight version of a server whose update ended early."""
+
+
+class SglangServer:
+    """`facts`: its /server_info. Made by `open_server`.
+
+    Raises ServerMismatchError for what no update can be sent to: pipeline parallel servers and replicas
+    behind one port (dp_size), whose ranks SGLang's own update groups do not cover.
+    """
+
+    atomic = False
+
+    def __init__(self, http: Http, facts: dict[str, Any], *, timeout_s: float) -> None:
+        self.name = http.name
+        self.client = SglangClient(http)
+        self.facts = facts
+        self.version = version_of(str(facts.get("version")))
+        self.tp_size = int(facts.get("tp_size", 1))
+        self.has_sessions = self.version >= SESSIONS_SINCE
+        self._timeout_s = timeout_s
+        self._session_open = False
+        self._touched = False
+        for size in ("pp_size", "dp_size"):
+            if int(facts.get(size) or 1) > 1:
+                raise ServerMismatchError(
+                    f"{self.name} runs with {size} {facts[size]}: SGLang's weight update reaches tensor-parallel "
+                    "ranks alone; serve each replica on its own port, and without pipeline stages",
+                    server=self.name,
+                )
+        if not TESTED[0] <= self.version <= TESTED[1]:
+            log.warning("%s is SGLang %s; tested are 0.5.10 to 0.5.23", self.name, facts.get("version"))
+
+    # --- protocols.RolloutServer
+
+    def info(self) -> ServerInfo:
+        model = self._model()
+        return ServerInfo(
+            engine=f"sglang {self.facts.get('version', 'unknown')}",
+            layout=self._layout(model),
+            weight_version=self.client.weight_version(),
+            model=model,
+            atomic=self.atomic,
+        )
+
+    def preflight(self, manifest: Manifest) -> None:
+        """What can be known of a server that does not tell its tensors: the config it was started from."""
+        layout = self._layout(self._model())
+        if layout is not None and (found := layout.differences(manifest.layout)):
+            raise ServerMismatchError(f"{self.name} has another layout: {'; '.join(found)}", server=self.name)
+
+    def pause(self, mode: str, *, lease_s: float) -> None:
+        if mode == "retract" and not self.has_sessions:
+            raise ServerMismatchError(
+                f"{self.name} is SGLang {self.facts.get('version')}, which dies when its cache is flushed with "
+                "retracted requests; set pause_mode='abort', or use 0.5.21 or newer",
+                server=self.name,
+            )
+        self.client.pause(mode)
+
+    def begin(self, token: str, manifest_hash: str, *, lease_s: float) -> None:
+        self._touched = False
+        if self.has_sessions:
+            self.client.begin()
+        self._session_open = self.has_sessions
+
+    def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
+        """The transport makes a request for each bucket itself, together with its broadcast."""
+
+    def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
+        """Receive and load one bucket, from the transport's group. From here on the old version is gone."""
+        self._touched = True
+        self.client.update_from_distributed(bucket, group, timeout_s=timeout_s)
+
+    def commit(self, token: str, version: str) -> None:
+        self._end()
+        self.client.set_version(version)
+        self._touched = False
+
+    def abort(self, token: str) -> None:
+        self._end()
+        if self._touched:
+            self.client.set_version(f"{INCOMPLETE}-{token[:8]}")
+            raise ServerError(
+                f"{self.name} holds a mix of two versions, since SGLang loads in place; send it a whole one "
+                "(bridge.admit does, with keep_last, or the next update after it)",
+                server=self.name,
+            )
+
+    def flush_cache(self) -> None:
+        self.client.flush_cache(timeout_s=self._timeout_s)
+
+    def resume(self) -> None:
+        self.client.resume(timeout_s=min(_RELEASE_TIMEOUT_S, self._timeout_s))
+
+    def checksums(self) -> dict[str, int]:
+        raise ServerMismatchError(
+            f"{self.name} cannot tell the bytes of its tensors: SGLang's own checker hashes dequantized, fused "
+            "weights. Start it with --custom-weight-loader fp8bridge.sglang.loader.load",
+            server=self.name,
+        )
+
+    def repair(self) -> list[str]:
+        """Close a session that a trainer left open, and let generation go on; what was done."""
+        done = []
+        if self.has_sessions:
+            try:
+                self.client.end()
+                self.client.set_version(f"{INCOMPLETE}-repaired")
+                done.append("closed an open update session; its weights may be a mix of two versions")
+            except ServerRefusedError:
+                pass  # none was open
+        self.resume()
+        done.append("resumed generation")
+        return done
+
+    def close(self) -> None:
+        self.client.close()
+
+    # --- inside
+
+    def _end(self) -> None:
+        if self._session_open:
+            self.client.end()
+            self._session_open = False
+
+    def _model(self) -> dict[str, Any] | None:
+        """Its Hugging Face config, if the folder it was started from can be read here."""
+        path = Path(str(self.facts.get("model_path", ""))) / "config.json"
+        if not path.is_file():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError) as err:
+            raise ServerMismatchError(
+                f"{self.name} serves {path}, which cannot be read: {err}", server=self.name
+            ) from err
+        return found
+
+    def _layout(self, model: dict[str, Any] | None) -> ServerLayout | None:
+        if model is None:
+            log.warning(
+                "%s was started from %s, which is not on this host: the trainer's config decides its layout",
+                self.name,
+                self.facts.get("model_path"),
+            )
+            return None
+        try:
+            return ServerLayout.from_hf_config(model)
+        except LayoutError as err:
+            raise ServerMismatchError(f"{self.name}: {err.message}", server=self.name) from err
