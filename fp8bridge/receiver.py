@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
+    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array.
     trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
@@ -41,7 +43,9 @@ class Receiver:
         should_stop: Callable[[], bool] = lambda: False,
         on_alive: Callable[[], None] = lambda: None,
         trainer_key: bytes | None = None,
+        memory: Callable[[int, int], np.ndarray[Any, Any]] = lambda _, nbytes: np.empty(nbytes, dtype=np.uint8),
     ) -> None:
+        self._memory = memory
         self._trainer_key = trainer_key
         self._weights = weights
         self._name = name
@@ -70,6 +74,12 @@ class Receiver:
             for socket in sockets:
                 _send(socket, Refuse(str(err)))
             raise
+        except Exception as err:
+            # No room, above all. The trainer must not wait for a server that has given up.
+            error = TransportError(f"{self._name} cannot take the update: {type(err).__name__}: {err}")
+            for socket in sockets:
+                _send(socket, Refuse(str(error)))
+            raise error from err
         finally:
             for socket in sockets:
                 socket.close(linger=1000)
@@ -157,7 +167,7 @@ class Receiver:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        memory = np.empty(bucket.nbytes, dtype=np.uint8)
+        memory = self._memory(bucket.index, bucket.nbytes)
         received = socket.recv_into(memory.data)
         if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")

@@ -7,6 +7,8 @@ from .errors import ServerMismatchError
 from .http import Http
 from .protocols import RolloutServer
 from .servers import HttpServer
+from .sglang.agent import LOADER
+from .sglang.pulling import PullingSglangServer
 from .sglang.server import SglangServer
 
 
@@ -24,7 +26,16 @@ def open_server(
                 f"{http.name} is neither an SGLang server nor one of `fp8bridge serve` (by its /server_info)",
                 server=http.name,
             )
-        return SglangServer(http, facts, timeout_s=timeout_s)
+        config = config or BridgeConfig()
+        kind = PullingSglangServer if config.transport == "zmq" else SglangServer
+        server = kind(http, facts, timeout_s=timeout_s, host=config.host)
+        if config.transport == "zmq" and not server.has_loader:
+            raise ServerMismatchError(
+                f"{http.name} is a stock SGLang server without our loader, taking weights over zmq; start it with "
+                f"--custom-weight-loader {LOADER}, or use transport='nccl'",
+                server=http.name,
+            )
+        return server
     except BaseException:
         http.close()
         raise

@@ -34,9 +34,10 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("ranks", "torch torch.distributed"),
     ("staging", "torch"),
     (
-        "gather pack receiver servers snapshots sglang.* transport.zmq transport.nccl transport.loopback",
-        "torch torch.distributed numpy zmq httpx msgpack",
+        "gather pack receiver servers snapshots transport.zmq transport.nccl transport.loopback",
+        "torch torch.distributed numpy zmq",
     ),
+    ("sglang.*", "torch numpy zmq msgpack"),
     ("transport rollout_server", ""),
     ("session", ""),
     ("routing", "httpx"),

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import LayoutError, ServerError, ServerMismatchError, ServerRefusedError
 from ..http import Http
 from ..layout import ServerLayout
 from ..plan import Bucket, Manifest
 from ..protocols import ServerInfo
+from ..staging import describe_differences
+from .agent import LOADER, LoaderAgent
 from .client import SESSIONS_SINCE, TESTED, SglangClient, version_of
+
+T = TypeVar("T")
 
 log = logging.getLogger("fp8bridge")
 
@@ -28,7 +32,10 @@ INCOMPLETE = "incomplete"
 
 
 class SglangServer:
-    """`facts`: its /server_info. Made by `open_server`.
+    """`facts`: its /server_info; `host`: address of this trainer that it can reach. Made by `open_server`.
+
+    replay: load by the copies that the rehearsal saw, where they are the whole load. load_way: which way
+    the last load went.
 
     Raises ServerMismatchError for what no update can be sent to: pipeline parallel servers and replicas
     behind one port (dp_size), whose ranks SGLang's own update groups do not cover.
@@ -36,13 +43,18 @@ class SglangServer:
 
     atomic = False
 
-    def __init__(self, http: Http, facts: dict[str, Any], *, timeout_s: float) -> None:
+    def __init__(self, http: Http, facts: dict[str, Any], *, timeout_s: float, host: str) -> None:
         self.name = http.name
         self.client = SglangClient(http)
         self.facts = facts
         self.version = version_of(str(facts.get("version")))
         self.tp_size = int(facts.get("tp_size", 1))
         self.has_sessions = self.version >= SESSIONS_SINCE
+        self.loader = LoaderAgent(self.client, self.tp_size, host)
+        self.has_loader = LOADER in (facts.get("custom_weight_loader") or ())
+        self.replay = True
+        self.load_way = "load_weights"
+        self._manifest: Manifest | None = None
         self._timeout_s = timeout_s
         self._session_open = False
         self._touched = False
@@ -69,10 +81,38 @@ class SglangServer:
         )
 
     def preflight(self, manifest: Manifest) -> None:
-        """What can be known of a server that does not tell its tensors: the config it was started from."""
+        """Where our loader is in the server: a rehearsal of the load. Else what can be known of a server that
+        does not tell its tensors: the config it was started from."""
+        self._manifest = manifest
         layout = self._layout(self._model())
         if layout is not None and (found := layout.differences(manifest.layout)):
             raise ServerMismatchError(f"{self.name} has another layout: {'; '.join(found)}", server=self.name)
+        if self.has_loader:
+            self._rehearse(manifest)
+
+    def _rehearse(self, manifest: Manifest) -> None:
+        reports = self._in_session(
+            lambda: self.loader.call("rehearse", {"manifest": manifest.as_dict()}, timeout_s=None)
+        )
+        problems = reports[0].data["problems"]
+        if problems:
+            raise ServerMismatchError(
+                f"{self.name} cannot take this model: {describe_differences(problems)}", server=self.name
+            )
+
+    def _in_session(self, call: Callable[[], T]) -> T:
+        """SGLang takes a loader's call only inside a session, and not while requests run."""
+        if not self.has_sessions:
+            return call()
+        self.client.pause("retract")
+        try:
+            self.client.begin()
+            try:
+                return call()
+            finally:
+                self.client.end()
+        finally:
+            self.resume()
 
     def pause(self, mode: str, *, lease_s: float) -> None:
         if mode == "retract" and not self.has_sessions:
@@ -119,6 +159,10 @@ class SglangServer:
         self.client.resume(timeout_s=min(_RELEASE_TIMEOUT_S, self._timeout_s))
 
     def checksums(self) -> dict[str, int]:
+        if self.has_loader and self._manifest is not None:
+            body = {"manifest_hash": self._manifest.hash}
+            reports = self._in_session(lambda: self.loader.call("checksums", body, timeout_s=None))
+            return dict(reports[0].data["tensors"])
         raise ServerMismatchError(
             f"{self.name} cannot tell the bytes of its tensors: SGLang's own checker hashes dequantized, fused "
             "weights. Start it with --custom-weight-loader fp8bridge.sglang.loader.load",

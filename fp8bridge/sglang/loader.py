@@ -1,0 +1,176 @@
+"""Runs inside a stock SGLang server, in every TP rank, by its `--custom-weight-loader` hook.
+
+    python -m sglang.launch_server ... --custom-weight-loader fp8bridge.sglang.loader.load
+
+Phases of an update: `rehearse` (is this manifest a full update of this model?), `pull` (rank 0 receives
+every bucket over ZMQ into shared memory and checks it; the model is not touched), then `load` (every rank
+loads from there) or `drop`. `checksums` reads the weights back as they were sent.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import zmq
+
+from ..layout import ServerLayout
+from ..plan import Manifest
+from ..receiver import Receiver
+from ..staging import StagedWeights, tensor_checksum, unpack
+from . import payload
+from .agent import Report
+from .record import Rehearsal, parameters, rehearse
+
+SHARED = Path("/dev/shm")
+_PREFIX = "fp8bridge-"
+
+
+def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's entry. Never raises: an exception here would end the server."""
+    try:
+        phase, rank, address, data = msgpack.unpackb(payload.unpack(named_tensors))
+    except Exception as err:  # noqa: BLE001
+        print(f"fp8bridge: a call that cannot be read: {err}")
+        return
+    try:
+        answer = Report(rank, True, "", _PHASES[phase](model, rank, data))
+    except Exception as err:  # noqa: BLE001
+        answer = Report(rank, False, f"{type(err).__name__}: {err}", {})
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.connect(address)
+        socket.send(answer.encode())
+        socket.close(linger=5000)
+    except zmq.ZMQError as err:
+        print(f"fp8bridge: cannot report to {address}: {err}")
+    finally:
+        context.term()
+
+
+class _State:
+    """What one TP rank remembers between calls."""
+
+    manifest: Manifest | None = None
+    rehearsal: Rehearsal | None = None
+    folder: Path | None = None
+
+
+_state = _State()
+
+
+def _rehearse(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    manifest = Manifest.from_dict(data["manifest"])
+    if _state.manifest is None or _state.manifest.hash != manifest.hash:
+        _state.rehearsal, _state.manifest = rehearse(model, manifest), manifest
+    assert _state.rehearsal is not None, "made above"
+    return {"problems": _state.rehearsal.problems[:100], "count": len(_state.rehearsal.problems)}
+
+
+def _pull(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0: every bucket into a folder of shared memory. The others have nothing to do."""
+    manifest = _expect(data)
+    if rank != 0:
+        return {}
+    _drop(model, rank, {})
+    _state.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED))
+    try:
+        weights = _AnyWeights({}, manifest.layout)
+        weights.begin(manifest)
+        receiver = Receiver(weights, data["name"], memory=_in_files(_state.folder))
+        nbytes = receiver.pull(data["endpoints"], data["session"], manifest.hash, timeout_s=data["timeout_s"])
+    except BaseException:
+        _drop(model, rank, {})
+        raise
+    return {"folder": str(_state.folder), "nbytes": nbytes}
+
+
+def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Every rank: from shared memory into the live model, a bucket at a time."""
+    manifest, folder = _expect(data), Path(data["folder"])
+    rehearsal = _state.rehearsal
+    replay = data["replay"] and rehearsal is not None and rehearsal.complete
+    device = next(iter(parameters(model).values())).device
+    with torch.no_grad():
+        for bucket in manifest.buckets:
+            if not bucket.nbytes:
+                continue
+            memory = torch.from_numpy(np.memmap(folder / str(bucket.index), dtype=np.uint8, mode="r+"))
+            tensors = unpack(bucket, memory.to(device))
+            if replay and rehearsal is not None:
+                _replay(rehearsal, parameters(model), tensors)
+            else:
+                model.load_weights(iter(tensors.items()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {"way": "replay" if replay else "load_weights"}
+
+
+def _replay(rehearsal: Rehearsal, params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    for copy in rehearsal.copies:
+        source = tensors.get(copy.source)
+        if source is not None:
+            copy.dst.view(params[copy.param]).copy_(copy.src.view(source))
+
+
+def _drop(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 removes what it pulled; mappings that other ranks still have stay valid."""
+    if rank == 0:
+        for old in SHARED.glob(f"{_PREFIX}*") if data.get("all") else [_state.folder]:
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
+        _state.folder = None
+    return {}
+
+
+def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """uint64 of the bytes of every tensor, put together again from where it was loaded to."""
+    manifest, rehearsal = _expect(data), _state.rehearsal
+    if rehearsal is None or not rehearsal.complete:
+        raise RuntimeError("this rank does not hold every tensor as it was sent (TP > 1, or the model changes them)")
+    params, found = parameters(model), {}
+    copies: dict[str, list[Any]] = {}
+    for copy in rehearsal.copies:
+        copies.setdefault(copy.source, []).append(copy)
+    for name, entry in manifest.entries().items():
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=next(iter(params.values())).device)
+        for copy in copies.get(name, ()):
+            copy.src.view(whole).copy_(copy.dst.view(params[copy.param]))
+        found[name] = tensor_checksum(whole)
+    return {"tensors": found}
+
+
+def _expect(data: dict[str, Any]) -> Manifest:
+    if _state.manifest is None or _state.manifest.hash != data["manifest_hash"]:
+        raise RuntimeError("this plan is not known here; the server was restarted: rehearse it first")
+    return _state.manifest
+
+
+class _AnyWeights(StagedWeights):
+    """Takes every tensor of the manifest: the rehearsal has compared it with the model."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], layout: ServerLayout) -> None:
+        super().__init__(tensors, layout)
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        return []
+
+
+def _in_files(folder: Path) -> Callable[[int, int], np.ndarray[Any, Any]]:
+    def memory(index: int, nbytes: int) -> np.ndarray[Any, Any]:
+        if not nbytes:
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(folder / str(index), dtype=np.uint8, mode="w+", shape=(nbytes,))
+
+    return memory
+
+
+_PHASES = {"rehearse": _rehearse, "pull": _pull, "load": _load, "drop": _drop, "checksums": _checksums}
