@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -20,6 +21,18 @@ class Http:
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(base_url=self.name, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
+        """Log-probabilities of the prompt's tokens but the first, then of `count` greedy ones, by /generate."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        meta = self.call("POST", "/generate", body)["meta_info"]
+        pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        return [float(pair[0]) for pair in pairs]
 
     def close(self) -> None:
         self._client.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .config import BridgeConfig
 from .errors import ServerMismatchError
 from .http import Http
-from .protocols import RolloutServer
 from .servers import HttpServer
 from .sglang.agent import LOADER
 from .sglang.pulling import PullingSglangServer
@@ -14,7 +13,7 @@ from .sglang.server import SglangServer
 
 def open_server(
     url: str, *, timeout_s: float, api_key: str | None = None, config: BridgeConfig | None = None
-) -> RolloutServer:
+) -> HttpServer | SglangServer:
     """An embedded server or a stock SGLang one, by its /server_info. Raises ServerError."""
     http = Http(url, timeout_s=timeout_s, api_key=api_key)
     try:

@@ -90,16 +90,7 @@ class HttpServer:
         return {name: int(value, 16) for name, value in answer["tensors"].items()}
 
     def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
-        """Log-probabilities of the prompt's tokens but the first, then of `count` greedy ones, as the server says."""
-        body = {
-            "input_ids": list(prompt),
-            "sampling_params": {"max_new_tokens": count, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        meta = self._http.call("POST", "/generate", body)["meta_info"]
-        pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
-        return [float(pair[0]) for pair in pairs]
+        return self._http.logprobs(prompt, count)
 
     def repair(self) -> list[str]:
         """Drop an update session that some client left open, and let a paused server go on; what was done.

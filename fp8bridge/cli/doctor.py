@@ -132,11 +132,12 @@ def features(found: dict[str, str | None], gpu: dict[str, Any]) -> list[Feature]
 
 def check_server(url: str, *, timeout_s: float, api_key: str | None = None, repair: bool = False) -> ServerCheck:
     """Ask one server what it holds and if it would take weights; first repair it, if asked to."""
+    from ..config import BridgeConfig
     from ..errors import BridgeError
-    from ..servers import HttpServer
+    from ..rollout_server import open_server
 
     try:
-        server = HttpServer(url, timeout_s=timeout_s, api_key=api_key)
+        server = open_server(url, timeout_s=timeout_s, api_key=api_key, config=BridgeConfig(transport="nccl"))
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error))
     repaired: list[str] = []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..layout import ServerLayout
     from ..servers import HttpServer
+    from ..sglang.server import SglangServer
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 """Token ids that every vocabulary has."""
@@ -49,9 +50,11 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare the bytes of every tensor, the version and the logprobs of a prompt. Exit code 1 if any differ."""
-    from ..servers import HttpServer
+    from ..config import BridgeConfig
+    from ..rollout_server import open_server
 
-    servers = [HttpServer(url, timeout_s=timeout_s, api_key=api_key) for url in server]
+    stock = BridgeConfig(transport="nccl")
+    servers = [open_server(url, timeout_s=timeout_s, api_key=api_key, config=stock) for url in server]
     try:
         sums = {s.name: s.checksums() for s in servers}
         expected, against = sums[servers[0].name], servers[0].name
@@ -75,7 +78,11 @@ def verify(
 
 
 def _held(
-    server: HttpServer, sums: dict[str, int], expected: dict[str, int], against: str, version: str | None
+    server: HttpServer | SglangServer,
+    sums: dict[str, int],
+    expected: dict[str, int],
+    against: str,
+    version: str | None,
 ) -> Held:
     claimed = server.info().weight_version
     held = Held(server.name, claimed, len(sums), server.logprobs(PROMPT, NEW_TOKENS))
@@ -90,7 +97,7 @@ def _held(
     return held
 
 
-def _layout(server: HttpServer) -> ServerLayout:
+def _layout(server: HttpServer | SglangServer) -> ServerLayout:
     from ..errors import ServerMismatchError
 
     layout = server.info().layout

@@ -45,6 +45,7 @@ class SglangServer:
 
     def __init__(self, http: Http, facts: dict[str, Any], *, timeout_s: float, host: str) -> None:
         self.name = http.name
+        self._http = http
         self.client = SglangClient(http)
         self.facts = facts
         self.version = version_of(str(facts.get("version")))
@@ -168,6 +169,9 @@ class SglangServer:
             "weights. Start it with --custom-weight-loader fp8bridge.sglang.loader.load",
             server=self.name,
         )
+
+    def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
+        return self._http.logprobs(prompt, count)
 
     def repair(self) -> list[str]:
         """Close a session that a trainer left open, and let generation go on; what was done."""
