@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("fp8bridge", ""),
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
+    ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx"),
@@ -190,7 +191,14 @@ def _run(code: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["fp8bridge", "fp8bridge.planner", "fp8bridge.session", "fp8bridge.wire", "fp8bridge.adapters.megatron_layout"],
+    [
+        "fp8bridge",
+        "fp8bridge.planner",
+        "fp8bridge.session",
+        "fp8bridge.wire",
+        "fp8bridge.adapters.megatron_layout",
+        "fp8bridge.engine",
+    ],
 )
 def test_deciding_needs_no_torch(module):
     heavy = json.loads(_run(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
