@@ -28,7 +28,7 @@ from fp8bridge.types import Shard
 
 from .progress import bar
 from .weight_files import WeightFiles
-from .writing import live_parameters, reload_masters, settle_init_value, share_embeddings, write_fp8
+from .writing import live_tensors, plain_matrix, reload_masters, settle_init_value, share_embeddings, write_fp8
 
 TIMEOUT_S = 3600.0
 """Longest wait of one rank for another: files may come from a slow disk."""
@@ -122,7 +122,7 @@ class _Loading:
         stored = load_hf_config(folder) if (folder / "config.json").is_file() else config
         self._block = ServerLayout.from_hf_config(stored).block
         self.chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-        self._params = live_parameters(self.chunks)
+        self._live = live_tensors(self.chunks)
         self._source = MegatronSource(self.chunks, config)
         metas, shards = self._source.describe()
         names = {m.name for m in metas}
@@ -135,7 +135,7 @@ class _Loading:
         self._fate = _Fate()
         self.nbytes = 0
         self._check_files()
-        _check_masters(self._params, optimizer)
+        _check_masters(self._live, optimizer)
 
     def _check_files(self) -> None:
         """Everything that this rank wants is there, in a form that can be read."""
@@ -182,14 +182,14 @@ class _Loading:
         with bar("loading", total, shown=progress) as advance:
             for key, shards in self._shards.items():
                 if any("#" in s.param for s in shards):
-                    self._fill_fp8(self._params[key], shards)
+                    self._fill_fp8(self._live[key], shards)
                 else:
                     self._fill_plain(key, shards)
                 advance(sum(s.rows * s.cols for s in shards))
         return {"names": dict(self._fate.names), "requantized": self._fate.requantized}
 
     def _fill_plain(self, key: str, shards: list[Shard]) -> None:
-        view = self._source.read(key)
+        view = plain_matrix(self._live[key], self.wanted[shards[0].tensor].dtype)
         self._fill(view, shards)
         for s in shards:
             same = self.files.tensors[s.tensor].dtype == str(view.dtype).removeprefix("torch.")

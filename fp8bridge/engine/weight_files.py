@@ -186,13 +186,15 @@ class FileWriter:
         raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         assert raw.numel() == end - begin, f"{name}: {raw.numel()} bytes for a place of {end - begin}"
         self._file.seek(self._start + begin)
-        self._file.write(memoryview(raw.numpy()))
+        data: Any = raw.numpy()
+        self._file.write(data)
 
     def write_all(self, memory: torch.Tensor) -> None:
         """All tensors at once: flat uint8, in the order of the header."""
         assert memory.numel() == self.nbytes, f"{memory.numel()} bytes for a file of {self.nbytes}"
         self._file.seek(self._start)
-        self._file.write(memoryview(memory.cpu().numpy()))
+        data: Any = memory.cpu().numpy()
+        self._file.write(data)
 
 
 def file_name(index: int, count: int) -> str:

@@ -13,15 +13,25 @@ from fp8bridge.errors import ConfigError
 _HOOKS = ("get_high_precision_init_val", "clear_high_precision_init_val")
 
 
-def live_parameters(chunks: Sequence[nn.Module]) -> dict[str, Any]:
-    """By the adapter's keys: "{chunk}:{name without the wrappers' `module.`}"."""
+def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Parameters and buffers by the adapter's keys: "{chunk}:{name without the wrappers' `module.`}"."""
     found = {}
     for index, chunk in enumerate(chunks):
-        for name, param in chunk.named_parameters():
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             while name.startswith("module."):
                 name = name.removeprefix("module.")
-            found[f"{index}:{name}"] = param
+            found[f"{index}:{name}"] = tensor
     return found
+
+
+def plain_matrix(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The live tensor as the matrix that the adapter describes, to write into; its dtype becomes `dtype`
+    (Megatron moves expert biases to fp32 itself, but in the first forward only)."""
+    wanted = getattr(torch, dtype)
+    if tensor.dtype != wanted:
+        tensor.data = tensor.data.to(wanted)
+    matrix = tensor.detach()
+    return matrix.unsqueeze(1) if matrix.dim() == 1 else matrix
 
 
 def write_fp8(param: Any, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -54,19 +64,14 @@ def settle_init_value(param: Any, loaded: torch.Tensor | None) -> None:
         delattr(param, hook)  # Megatron takes its presence for a value
 
 
-def share_embeddings(chunks: Sequence[Any]) -> None:
-    """Give the last pipeline stage its copy of tied embeddings, which is no tensor of its own in the files.
+def share_embeddings(chunks: Sequence[nn.Module]) -> None:
+    """Give the last pipeline stage its copy of the embeddings (for a tied head or multi-token prediction),
+    which is no tensor of its own in the files. Collective over the stages that have one."""
+    for weight in (p for chunk in chunks for p in chunk.parameters() if getattr(p, "shared_embedding", False)):
+        from megatron.core import parallel_state as ps
 
-    Collective over the first and last stage."""
-    from megatron.core import parallel_state as ps
-
-    if not ps.is_initialized() or ps.get_pipeline_model_parallel_world_size() == 1:
-        return
-    for chunk in map(_inside, chunks):
-        if chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process):
-            weight = chunk.shared_embedding_or_output_weight().data
-            group = ps.get_embedding_group()
-            torch.distributed.broadcast(weight, src=torch.distributed.get_global_rank(group, 0), group=group)
+        group = ps.get_embedding_group()
+        torch.distributed.broadcast(weight.data, src=torch.distributed.get_global_rank(group, 0), group=group)
 
 
 def reload_masters(optimizer: Any) -> None:
@@ -77,13 +82,7 @@ def reload_masters(optimizer: Any) -> None:
         states = getattr(getattr(each, "optimizer", None), "state", {})
         if any("master_param" in state for state in states.values()):
             raise ConfigError(
-                "the optimizer has stepped, and holds its masters itself (precision-aware, FP16), where Megatron cannot "
-                "reload them; load the weights before the first step"
+                "the optimizer has stepped, and holds FP16 masters where Megatron cannot reload them; load before the "
+                "first step"
             )
     optimizer.reload_model_params()
-
-
-def _inside(chunk: Any) -> Any:
-    while not hasattr(chunk, "pre_process") and hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
