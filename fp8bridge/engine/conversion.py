@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from fp8bridge.adapters.hf_config import load_hf_config
-from fp8bridge.config import POWER_OF_TWO_RULES
 from fp8bridge.errors import ConfigError, NonFiniteError
 from fp8bridge.kernels import dequantize, quantize
 from fp8bridge.layout import SCALE_SUFFIX, ServerLayout
@@ -74,38 +74,53 @@ def convert_checkpoint(
     layout = ServerLayout.from_hf_config(config)
     if (layout.block is not None) == (to == "fp8"):
         raise ConfigError(f"{source} is {layout.describe()} already; nothing to convert to {to}")
-    written = quantized_config(config, to)
-    if to == "fp8" and rule in POWER_OF_TWO_RULES:
-        written["quantization_config"] |= {"scale_fmt": "ue8m0"} if rule == "ue8m0" else {}
+    written = _config(config, to, rule)
     outputs = _outputs(files, ServerLayout.from_hf_config(written) if to == "fp8" else layout, to)
+    tensors = [t for held in outputs.values() for t in held]
     done = Path(target).absolute()
     temporary = start_folder(done, overwrite=overwrite)
     try:
-        total = sum(s.nbytes for s in files.tensors.values())
-        with bar(f"converting to {to}", total, shown=progress) as advance:
-            for file, tensors in outputs.items():
-                with FileWriter(temporary / file, [(t.name, t.dtype, t.shape) for t in tensors]) as writer:
-                    for name, group in _by_source(tensors).items():
-                        _write(files, name, group, writer, layout, rule)
-                        advance(files.tensors[name].nbytes)
-        nbytes = sum(_nbytes(t) for tensors in outputs.values() for t in tensors)
+        _write_files(files, outputs, temporary, layout, rule, bar_shown=progress)
         copy_other_files(files.folder, temporary)
-        write_index(temporary, {file: [t.name for t in tensors] for file, tensors in outputs.items()}, nbytes)
+        write_index(temporary, {file: [t.name for t in held] for file, held in outputs.items()}, _nbytes(tensors))
         write_config(temporary, written)
         finish_folder(temporary, done)
     except BaseException:
         discard_folder(temporary)
         raise
-    changed = {t.source for tensors in outputs.values() for t in tensors if t.part != "copy"}
-    copied = {t.source for tensors in outputs.values() for t in tensors if t.part == "copy"}
     return Converted(
         folder=done,
         rule=rule if to == "fp8" else None,
-        changed=tuple(sorted(changed)),
-        copied=tuple(sorted(copied)),
-        nbytes_before=total,
-        nbytes_after=nbytes,
+        changed=tuple(sorted({t.source for t in tensors if t.part != "copy"})),
+        copied=tuple(sorted(t.source for t in tensors if t.part == "copy")),
+        nbytes_before=sum(s.nbytes for s in files.tensors.values()),
+        nbytes_after=_nbytes(tensors),
     )
+
+
+def _config(hf_config: dict[str, Any], to: Literal["fp8", "bf16"], rule: str) -> dict[str, Any]:
+    """The new config.json. Only `ue8m0` says so in it: other power-of-two scales are fp32 to who reads them."""
+    config = quantized_config(hf_config, to)
+    if to == "fp8" and rule == "ue8m0":
+        config["quantization_config"] |= {"scale_fmt": "ue8m0"}
+    return config
+
+
+def _write_files(
+    files: WeightFiles,
+    outputs: dict[str, list[_Output]],
+    folder: Path,
+    layout: ServerLayout,
+    rule: str,
+    *,
+    bar_shown: bool,
+) -> None:
+    with bar("converting", sum(s.nbytes for s in files.tensors.values()), shown=bar_shown) as advance:
+        for file, tensors in outputs.items():
+            with FileWriter(folder / file, [(t.name, t.dtype, t.shape) for t in tensors]) as writer:
+                for name, group in _by_source(tensors).items():
+                    _write(files, name, group, writer, layout, rule)
+                    advance(files.tensors[name].nbytes)
 
 
 def _outputs(files: WeightFiles, layout: ServerLayout, to: str) -> dict[str, list[_Output]]:
@@ -166,8 +181,5 @@ def _write(
         writer.write(t.name, parts[t.part])
 
 
-def _nbytes(t: _Output) -> int:
-    size = int(getattr(torch, t.dtype).itemsize)
-    for n in t.shape:
-        size *= n
-    return size
+def _nbytes(tensors: list[_Output]) -> int:
+    return sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in tensors)

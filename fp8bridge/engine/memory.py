@@ -18,9 +18,15 @@ SCALE_BYTES = {"blockwise": 4 / (128 * 128), "mxfp8": 1 / 32, "tensorwise": 0.0,
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`nbytes` for each parameter, on each rank that holds it. `sharded`: divided over data-parallel ranks."""
+    """`nbytes` for each parameter, on each rank that holds it.
 
-    name: str
+    what: "weight", "FP8 copies" (of it, for the matrix products), "scales", "gradient", "master",
+    "first moment" or "second moment". dtype: as in FP8EngineConfig, or "remainder": beside a BF16
+    parameter, the lower 16 bits of its fp32 master are enough. sharded: divided over data-parallel ranks.
+    """
+
+    what: str
+    dtype: str
     nbytes: float
     sharded: bool = False
 
@@ -39,23 +45,23 @@ def bytes_per_parameter(
     fp8 = config is not None and linear
     kept = fp8 and made.fp8_params
     both = gpu == "hopper" or made.recipe in ("blockwise", "mxfp8")
-    parts = [Part("weight, FP8", 1.0)] if kept else [Part("weight, BF16", 2.0)]
-    if kept and both:
-        parts.append(Part("weight for the backward pass, FP8", 1.0))
-    elif fp8 and not kept:
-        # Transformer Engine keeps the quantized weight from the first micro batch of a step on.
-        parts.append(Part("weight quantized for the passes, FP8", 2.0 if both else 1.0))
+    parts = [Part("weight", "fp8" if kept else "bfloat16", 1.0 if kept else 2.0)]
+    # For both passes; a weight that is FP8 is one of them already, a BF16 one keeps them from the first micro
+    # batch of a step on.
+    copies = (2 if both else 1) - (1 if kept else 0)
+    if fp8 and copies:
+        parts.append(Part("FP8 copies", "fp8", float(copies)))
     if fp8 and SCALE_BYTES[made.recipe]:
-        parts.append(Part("scales", 2 * SCALE_BYTES[made.recipe]))
-    parts.append(Part(f"gradient, {made.grad_dtype}", WIDTH[made.grad_dtype]))
+        parts.append(Part("scales", "e8m0" if made.recipe == "mxfp8" else "float32", 2 * SCALE_BYTES[made.recipe]))
+    parts.append(Part("gradient", made.grad_dtype, WIDTH[made.grad_dtype]))
     states = {
-        "master weight": _master(made),
+        "master": _master(made),
         "first moment": made.exp_avg_dtype,
         "second moment": made.exp_avg_sq_dtype,
     }
     for name, dtype in states.items():
         width = 2.0 if dtype == "remainder" or (dtype == "fp8" and gpu == "hopper") else WIDTH[dtype]
-        parts.append(Part(f"{name}, {dtype}", width / dp, sharded=True))
+        parts.append(Part(name, dtype, width / dp, sharded=True))
     return parts
 
 
@@ -65,7 +71,6 @@ def total(parts: list[Part]) -> float:
 
 
 def _master(config: FP8EngineConfig) -> str:
-    """`remainder`: beside a BF16 parameter, the lower 16 bits of its fp32 master are enough."""
     held_by_te = config.precision_aware and config.recipe == "delayed"
     if held_by_te and config.master_dtype == "float32" and not config.fp8_params:
         return "remainder"

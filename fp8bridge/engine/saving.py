@@ -94,23 +94,26 @@ def save_checkpoint(
             source = MegatronSource(model_chunks, config)
             made.append(source if layout.block else _Dequantized(source))
 
-        def start() -> str:
-            return str(start_folder(target, overwrite=overwrite)) if ranks.rank == 0 else ""
-
         agree(ranks, prepare)
-        temporary = Path(agree(ranks, start)[0])
+        plan = _plan(ranks, made[0], layout, settings)
+        started = agree(ranks, lambda: str(start_folder(target, overwrite=overwrite)) if ranks.rank == 0 else "")
+        temporary = Path(started[0])
         try:
-            plan = _plan(ranks, made[0], layout, settings)
-            saving = _Saving(plan, ranks, made[0], temporary)
-            agree(ranks, saving.check)
-            agree(ranks, lambda: saving.run(progress=progress and ranks.rank == 0))
+            _write_files(plan, ranks, made[0], temporary, progress=progress)
             agree(ranks, lambda: _finish(ranks, plan, temporary, target, written, like))
         except BaseException:
             if ranks.rank == 0:
                 discard_folder(temporary)
             raise
-    buckets = plan.manifest.buckets
-    return Saved(folder=target, files=len(buckets), nbytes=plan.nbytes, rule=plan.rule, notes=tuple(plan.fallbacks()))
+    files = len(plan.manifest.buckets)
+    return Saved(folder=target, files=files, nbytes=plan.nbytes, rule=plan.rule, notes=tuple(plan.fallbacks()))
+
+
+def _write_files(plan: Plan, ranks: Ranks, source: Any, folder: Path, *, progress: bool) -> None:
+    """Collective."""
+    saving = _Saving(plan, ranks, source, folder)
+    agree(ranks, saving.check)
+    agree(ranks, lambda: saving.run(progress=progress and ranks.rank == 0))
 
 
 class _Saving:

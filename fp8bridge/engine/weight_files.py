@@ -7,6 +7,7 @@ stays at one tensor. `new_folder` makes a folder appear whole or not at all.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -55,15 +56,11 @@ class Stored:
     @property
     def matrix(self) -> tuple[int, int]:
         """[n] is n x 1, [d0, d1, ...] is d0 x (d1 * ...)."""
-        rows = self.shape[0] if self.shape else 1
-        whole = 1
-        for size in self.shape:
-            whole *= size
-        return (rows, whole // rows if rows else 0)
+        return (self.shape[0], math.prod(self.shape[1:])) if self.shape else (1, 1)
 
     @property
     def nbytes(self) -> int:
-        return self.matrix[0] * self.matrix[1] * _itemsize(self.dtype)
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
 
 class WeightFiles:
@@ -259,7 +256,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
