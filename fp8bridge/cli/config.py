@@ -98,17 +98,25 @@ def _print_bytes(configs: dict[str, FP8EngineConfig], dp: int) -> None:
         parts = {p.what: p for p in bytes_per_parameter(each, dp=dp, gpu=gpu)}
         cells = [f"{p.nbytes:.3g} {_SHORT[p.dtype]}" if (p := parts.get(what)) else "" for what in _PARTS]
         other = total(bytes_per_parameter(each, linear=False, dp=dp, gpu=gpu))
-        rows.append((name, gpu, *cells, f"{total(list(parts.values())):.4g}", f"{other:.4g}"))
-    title = f"bytes per parameter, optimizer states over {dp} data-parallel rank(s)"
-    columns = ("", "GPU", *_PARTS, "linear weight", "any other")
-    _print_table(title, columns, rows)
+        rows.append((name, *cells, f"{total(list(parts.values())):.4g}", f"{other:.4g}"))
+    shared = f"; optimizer states over {dp} ranks" if dp > 1 else ""
+    title = f"bytes per parameter of a linear weight, and in sum of any other (Hopper; mxfp8: Blackwell){shared}"
+    _print_table(title, ("", *_PARTS.values(), "sum", "other"), rows)
 
 
 def _gpu(each: FP8EngineConfig | None) -> Literal["hopper", "blackwell"]:
     return "blackwell" if each is not None and each.recipe == "mxfp8" else "hopper"
 
 
-_PARTS = ("weight", "FP8 copies", "gradient", "master", "first moment", "second moment")
+_PARTS = {
+    "weight": "weight",
+    "FP8 copies": "copies",
+    "gradient": "grad",
+    "master": "master",
+    "first moment": "moment 1",
+    "second moment": "moment 2",
+}
+"""Part -> heading, short enough for 80 columns."""
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "remainder": "rest"}
 
 
