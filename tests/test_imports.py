@@ -48,7 +48,10 @@ LAYERS: tuple[tuple[str, str], ...] = (
 )
 KERNELS_MAY_IMPORT = {"errors"}
 ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray"}
-OPTIONAL = ("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers")
+OPTIONAL = (
+    *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
+    *("safetensors", "yaml"),
+)
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 
@@ -206,7 +209,14 @@ def test_deciding_needs_no_torch(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["fp8bridge", "fp8bridge.bridge", "fp8bridge.kernels", "fp8bridge.adapters.megatron"]
+    "module",
+    [
+        "fp8bridge",
+        "fp8bridge.bridge",
+        "fp8bridge.kernels",
+        "fp8bridge.adapters.megatron",
+        "fp8bridge.engine.checkpoint",
+    ],
 )
 def test_imports_without_the_optional_packages(module):
     code = f"""

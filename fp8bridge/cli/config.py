@@ -100,7 +100,7 @@ def _print_bytes(configs: dict[str, FP8EngineConfig], dp: int) -> None:
         other = total(bytes_per_parameter(each, linear=False, dp=dp, gpu=gpu))
         rows.append((name, *cells, f"{total(list(parts.values())):.4g}", f"{other:.4g}"))
     shared = f"; optimizer states over {dp} ranks" if dp > 1 else ""
-    title = f"bytes per parameter of a linear weight; other: sum of any other; 1st, 2nd: Adam's moments{shared}"
+    title = f"bytes per parameter of a linear weight (1st, 2nd: Adam's moments); other: of any other{shared}"
     _print_table(title, ("", *_PARTS.values(), "sum", "other"), rows)
 
 
@@ -117,7 +117,7 @@ _PARTS = {
     "second moment": "2nd",
 }
 """Part -> heading, short enough for 80 columns."""
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "remainder": "rest"}
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "fp8": "f8", "remainder": "rest"}
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:

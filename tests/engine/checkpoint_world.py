@@ -24,7 +24,7 @@ from tests.adapters.worlds import QWEN2, global_names
 WORLD = 4
 ROUND_TRIPS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 HAS_EXPERTS = importlib.util.find_spec("tests.adapters.moe_models") is not None
-TIED = QWEN2 | {"num_hidden_layers": 2}
+TIED = QWEN2
 
 
 def run(rank, port, folder):
@@ -39,6 +39,7 @@ def run(rank, port, folder):
     if HAS_EXPERTS:
         found["ep2"] = expert_round_trip(folder)
     found["heads of 64"] = heads_of_64(folder)
+    found["powers of two"] = powers_of_two(folder)
     found["bf16 files"] = bf16_files(folder)
     found["bf16 parameters"] = bf16_parameters(folder)
     found["tied"] = tied(folder)
@@ -136,6 +137,21 @@ def heads_of_64(folder):
     return {"loaded": asdict(loaded), "saved": asdict(saved), "ranks": parts}
 
 
+def powers_of_two(folder):
+    """A GPU that multiplies by powers of two only, as Blackwell does."""
+    from fp8bridge.engine import loading
+
+    ask, loading._multiplies_by_powers_of_two = loading._multiplies_by_powers_of_two, lambda device: True
+    try:
+        with layout(1, 2):
+            model = te_world.build(te_world.ALIGNED, 1, 2, {})
+            loaded = load_checkpoint(model, folder / "aligned_fp8")
+            again = load_checkpoint(model, folder / "aligned_pow2")
+            return {"loaded": asdict(loaded), "again": asdict(again), "ranks": everywhere(te_world.raw_parts(model))}
+    finally:
+        loading._multiplies_by_powers_of_two = ask
+
+
 def bf16_files(folder):
     """BF16 files into FP8 parameters; the optimizer will start from the files' values."""
     with layout(2, 1):
@@ -158,9 +174,10 @@ def bf16_parameters(folder):
 
 
 def tied(folder):
-    with layout(2, 2):
+    with layout(2, 2, virtual_pipeline_model_parallel_size=2):
         chunks = build_model(TIED, dtype=torch.bfloat16)
         loaded = load_checkpoint(chunks, folder / "tied_bf16")
+        save_checkpoint(chunks, folder / "tied_again", TIED)
         shared = [p.detach().clone() for _, p in global_names(chunks) if getattr(p, "shared_embedding", False)]
         return {"loaded": asdict(loaded), "shared": everywhere(shared)}
 

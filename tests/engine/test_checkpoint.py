@@ -15,7 +15,6 @@ from fp8bridge.kernels import reference
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
 
 from ..adapters import te_stub, te_world
-from ..adapters.worlds import QWEN2
 from ..support import QUANT
 from . import checkpoint_world as world
 
@@ -98,8 +97,10 @@ def folder(tmp_path_factory):
         tensors = draw(config)
         write(folder / f"{name}_bf16", tensors, config)
         write(folder / f"{name}_fp8", in_fp8(tensors, "sglang"), config | quantized)
+    pow2 = in_fp8(draw(te_world.ALIGNED), "te_pow2")
+    write(folder / "aligned_pow2", pow2, te_world.ALIGNED | quantized)
     write(folder / "tied_bf16", draw(world.TIED), world.TIED)
-    untied = QWEN2 | {"num_hidden_layers": 2, "tie_word_embeddings": False}
+    untied = world.TIED | {"tie_word_embeddings": False}
     write(folder / "untied_bf16", draw(untied), untied)
     write(folder / "no_block", in_fp8(draw(te_world.ALIGNED), "sglang"), te_world.ALIGNED)
     return folder
@@ -196,6 +197,16 @@ def test_what_shares_a_block_is_requantized_by_the_trainers_rule_and_the_rest_is
     assert len([n for n in found["heads of 64"]["saved"]["notes"] if n.startswith("requantized")]) == len(shared)
 
 
+def test_a_gpu_that_takes_powers_of_two_only_gets_those(found):
+    loaded, again = found["powers of two"]["loaded"], found["powers of two"]["again"]
+    assert len(loaded["requantized"]) == 14
+    assert {"scales that are no powers of two, which this GPU cannot multiply by"} == set(
+        loaded["requantized"].values()
+    )
+    assert not loaded["kept"]
+    assert len(again["kept"]) == 14
+
+
 def test_bf16_files_are_quantized_as_transformer_engine_would_and_masters_start_from_the_files(folder, found):
     tensors, loaded = read(folder / "aligned_bf16"), found["bf16 files"]["loaded"]
     assert len(loaded["quantized"]) == 14
@@ -230,10 +241,12 @@ def test_fp8_files_into_bf16_parameters_and_padding_becomes_zero(folder, found):
 def test_the_last_stage_gets_its_copy_of_tied_embeddings(folder, found):
     whole = read(folder / "tied_bf16")["model.embed_tokens.weight"]
     per_rank = [parts[0] for parts in found["tied"]["shared"]]
+    assert all(len(parts) == 1 for parts in found["tied"]["shared"])
     assert len(per_rank) == 4
     first, last = per_rank[:2], per_rank[2:]
     assert torch.equal(torch.cat(first)[: len(whole)], whole)
     assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
+    assert_same(read(folder / "tied_again"), read(folder / "tied_bf16"))
 
 
 def test_an_optimizer_made_before_the_load_is_not_left_with_old_masters(found):

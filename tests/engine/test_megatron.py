@@ -237,6 +237,13 @@ def test_bytes_per_parameter_are_what_megatron_allocates(memory, name):
     assert found["states"]["exp_avg_sq"] == predicted("second moment")
 
 
+@needs_te
+def test_masters_that_megatron_cannot_reload_are_an_error(memory):
+    told = {name: row["reloaded"] for name, row in memory.items()}
+    assert "holds FP16 masters where Megatron cannot reload them" in told.pop("fp8lm_o2")
+    assert set(told.values()) == {""}
+
+
 def test_warnings_are_not_needed_to_see_a_problem():
     """What is refused is an error: a valid config makes Megatron's checks say nothing about FP8."""
     with warnings.catch_warnings(record=True) as told:

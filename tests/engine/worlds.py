@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fp8bridge.engine import Environment, FP8EngineConfig, apply_to_megatron
+from fp8bridge.engine.writing import reload_masters
 from fp8bridge.errors import ConfigError
 from tests.adapters import te_stub
 
@@ -172,6 +173,11 @@ def allocated(config):
     adam = inner.optimizer
     for param in (p for group in adam.param_groups for p in group["params"]):  # as its first step would
         adam.initialize_state(param, adam.store_param_remainders and param.dtype == torch.bfloat16)
+    try:
+        reload_masters(optimizer)
+        reloaded = ""
+    except ConfigError as err:
+        reloaded = str(err)
     linear = [p for n, p in model.named_parameters() if ".linear_" in n and p.dim() == 2]
     counts = {"linear": sum(p.numel() for p in linear), "other": 0}
     counts["other"] = sum(p.numel() for p in model.parameters()) - counts["linear"]
@@ -183,7 +189,13 @@ def allocated(config):
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 states[name] = states.get(name, 0) + nbytes(value)
     ps.destroy_model_parallel()
-    return {"counts": counts, "weights": sum(map(nbytes, model.parameters())), "grads": grads, "states": states}
+    return {
+        "counts": counts,
+        "weights": sum(map(nbytes, model.parameters())),
+        "grads": grads,
+        "states": states,
+        "reloaded": reloaded,
+    }
 
 
 def nbytes(tensor):
