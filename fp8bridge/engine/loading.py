@@ -96,6 +96,7 @@ def load_checkpoint(
             requantized |= fate["requantized"]
             for kind, names in fate["names"].items():
                 named[kind] |= set(names)
+        named["kept"] -= requantized.keys()  # a rank whose own blocks could be kept does not speak for the whole
         scales = {name + SCALE_SUFFIX for name in wanted}
         unused = set(loading.files.tensors) - wanted - scales
     kinds = ("kept", "copied", "cast", "quantized", "dequantized")
@@ -199,7 +200,9 @@ class _Loading:
     def _fill_fp8(self, param: Any, shards: list[Shard]) -> None:
         """Rectangles on the parameter's blocks keep their bytes; if there are others, the whole is quantized first."""
         rows, cols = param.shape
-        why = {s.tensor: self._why_not_kept(param, s) for s in shards}
+        why: dict[str, str] = {}
+        for s in shards:
+            why[s.tensor] = why.get(s.tensor) or self._why_not_kept(param, s)
         kept = [s for s in shards if not why[s.tensor]]
         matrix: torch.Tensor | None = None
         if len(kept) < len(shards):
@@ -231,6 +234,9 @@ class _Loading:
             return self._source.requantized[name]
         if self._block != BLOCK:
             return f"blocks of {self._block} in the files"
+        ends = (shard.src_row + shard.rows, shard.src_col + shard.cols)
+        if any(end % te.BLOCK and end != size for end, size in zip(ends, param.shape, strict=True)):
+            return "its last block of the parameter holds another weight too"
         if _multiplies_by_powers_of_two(param.device):
             scales = self._scales(name, shard.dst_row, shard.dst_col, shard.rows, shard.cols)
             if bool((scales.contiguous().view(torch.int32) & 0x7FFFFF).any()):

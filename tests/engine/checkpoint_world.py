@@ -25,6 +25,7 @@ WORLD = 4
 ROUND_TRIPS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2_pp2": (2, 2)}
 HAS_EXPERTS = importlib.util.find_spec("tests.adapters.moe_models") is not None
 TIED = QWEN2
+HALF = te_world.ALIGNED | {"intermediate_size": 320}
 
 
 def run(rank, port, folder):
@@ -39,6 +40,7 @@ def run(rank, port, folder):
     if HAS_EXPERTS:
         found["ep2"] = expert_round_trip(folder)
     found["heads of 64"] = heads_of_64(folder)
+    found["half a block"] = half_a_block(folder)
     found["powers of two"] = powers_of_two(folder)
     found["bf16 files"] = bf16_files(folder)
     found["bf16 parameters"] = bf16_parameters(folder)
@@ -135,6 +137,14 @@ def heads_of_64(folder):
         saved = save_checkpoint(model, folder / "heads_again", folder / "heads_fp8")
         parts = everywhere(te_world.raw_parts(model))
     return {"loaded": asdict(loaded), "saved": asdict(saved), "ranks": parts}
+
+
+def half_a_block(folder):
+    """gate ends, and up begins, in the middle of a block of their parameter."""
+    with layout(1, 1):
+        model = te_world.build(HALF, 1, 1, {})
+        loaded = load_checkpoint(model, folder / "half_fp8")
+        return {"loaded": asdict(loaded), "ranks": everywhere(te_world.raw_parts(model))}
 
 
 def powers_of_two(folder):

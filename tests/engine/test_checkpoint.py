@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
     copying keeps them."""
     folder = tmp_path_factory.mktemp("checkpoints")
     quantized = {"quantization_config": QUANT}
-    models = {"aligned": te_world.ALIGNED, "heads": te_world.HEADS_OF_64}
+    models = {"aligned": te_world.ALIGNED, "heads": te_world.HEADS_OF_64, "half": world.HALF}
     if world.HAS_EXPERTS:
         models["moe"] = te_world.MOE
     for name, config in models.items():
@@ -195,6 +195,20 @@ def test_what_shares_a_block_is_requantized_by_the_trainers_rule_and_the_rest_is
             assert torch.equal(live[128:], codes.view(torch.uint8))
             assert torch.equal(live_scales[1:, :2], scales)
     assert len([n for n in found["heads of 64"]["saved"]["notes"] if n.startswith("requantized")]) == len(shared)
+
+
+def test_a_block_that_two_weights_share_gets_one_scale_for_both(folder, found):
+    original, loaded = read(folder / "half_fp8"), found["half a block"]["loaded"]
+    fp8 = {n for n, t in original.items() if t.dtype == torch.float8_e4m3fn}
+    assert set(loaded["requantized"]) == {n for n in fp8 if n.endswith(("gate_proj.weight", "up_proj.weight"))}
+    assert set(loaded["kept"]) == fp8 - set(loaded["requantized"])
+    for layer in range(2):
+        names = [f"model.layers.{layer}.mlp.{x}_proj.weight" for x in ("gate", "up")]
+        both = [reference.dequantize(original[n], original[f"{n}_scale_inv"], dtype=torch.bfloat16) for n in names]
+        codes, scales = reference.quantize(torch.cat(both), "te_pow2")
+        live, live_scales, _ = found["half a block"]["ranks"][0][f"decoder.layers.{layer}.mlp.linear_fc1.weight"]
+        assert torch.equal(live, codes.view(torch.uint8))
+        assert torch.equal(live_scales[:, : scales.shape[1]], scales)
 
 
 def test_a_gpu_that_takes_powers_of_two_only_gets_those(found):
