@@ -28,6 +28,9 @@ CONFIGS: dict[str, FP8EngineConfig | None] = {
     "bf16": None,
     **{name: make() for name, make in PRESETS.items()},
     "tensorwise, FP8 parameters": FP8EngineConfig(recipe="tensorwise", fp8_params=True),
+    "hopper_blockwise, BF16 gradients": FP8EngineConfig.from_dict(
+        {"preset": "hopper_blockwise", "grad_dtype": "bfloat16"}
+    ),
     "fp8lm_o2, BF16 gradients": FP8EngineConfig.from_dict({"preset": "fp8lm_o2", "grad_dtype": "bfloat16"}),
 }
 MODEL = SMALL_QWEN3 | {

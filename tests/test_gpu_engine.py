@@ -4,6 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8bridge.errors import ConfigError
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -67,7 +69,7 @@ def test_trained_fp8_parameters_survive_files_byte_for_byte(gpu, tmp_path):
     save_checkpoint(still.ddp, tmp_path / "c", gpu.SMALL_QWEN3, to="bf16")
     save_checkpoint(trainer.ddp, tmp_path / "d", gpu.SMALL_QWEN3, to="bf16")
     assert same(read(tmp_path / "c"), read(tmp_path / "d"))
-    with pytest.raises(Exception, match="optimizer was made before"):
+    with pytest.raises(ConfigError, match="optimizer was made before"):
         load_checkpoint(trainer.ddp, tmp_path / "a", hf_config=gpu.SMALL_QWEN3)
 
 

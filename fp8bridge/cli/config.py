@@ -93,15 +93,18 @@ def _print_bytes(configs: dict[str, FP8EngineConfig], dp: int) -> None:
     from ..engine.memory import total
 
     rows = []
-    for name, each in {"bf16": None, **configs}.items():
+    every = {"bf16": None, **configs}
+    used = {p.what for each in every.values() for p in bytes_per_parameter(each)}
+    columns = {what: heading for what, heading in _PARTS.items() if what in used}
+    for name, each in every.items():
         gpu = _gpu(each)
         parts = {p.what: p for p in bytes_per_parameter(each, dp=dp, gpu=gpu)}
-        cells = [f"{p.nbytes:.3g} {_SHORT[p.dtype]}" if (p := parts.get(what)) else "" for what in _PARTS]
+        cells = [f"{p.nbytes:.3g} {_SHORT[p.dtype]}" if (p := parts.get(what)) else "" for what in columns]
         other = total(bytes_per_parameter(each, linear=False, dp=dp, gpu=gpu))
         rows.append((name, *cells, f"{total(list(parts.values())):.4g}", f"{other:.4g}"))
     shared = f"; optimizer states over {dp} ranks" if dp > 1 else ""
     title = f"bytes per parameter of a linear weight (1st, 2nd: Adam's moments); other: of any other{shared}"
-    _print_table(title, ("", *_PARTS.values(), "sum", "other"), rows)
+    _print_table(title, ("", *columns.values(), "sum", "other"), rows)
 
 
 def _gpu(each: FP8EngineConfig | None) -> Literal["hopper", "blackwell"]:
@@ -112,6 +115,7 @@ _PARTS = {
     "weight": "weight",
     "FP8 copies": "copies",
     "gradient": "grad",
+    "gradient copy": "copy",
     "master": "master",
     "first moment": "1st",
     "second moment": "2nd",

@@ -98,6 +98,7 @@ def apply_to_megatron(
     made = {TRANSFORMER: transformer_config, DDP: ddp_config, OPTIMIZER: optimizer_config}
     _check_conflicts(config, transformer_config, ddp_config, optimizer_config)
     wanted = {name: _torch_values(values) for name, values in megatron_fields(config).items()}
+    _fit_gather(wanted, ddp_config)
     missing = [
         f"{name}.{field}" for name, values in wanted.items() for field in values if not hasattr(made[name], field)
     ]
@@ -120,6 +121,16 @@ def apply_to_megatron(
         for field, value in vars(each).items()
         if field not in before[name] or not _same(before[name][field], value)
     ]
+
+
+def _fit_gather(wanted: dict[str, dict[str, Any]], ddp: Any) -> None:
+    """How MXFP8 parameters are gathered depends on the trainer's own choice: Megatron-FSDP has other memory for
+    it, and the optimizer must know whether the gather waits for the next forward."""
+    reuse = "reuse_grad_buf_for_mxfp8_param_ag"
+    if ddp.use_megatron_fsdp:
+        wanted[DDP][reuse] = wanted[OPTIMIZER][reuse] = False
+    if wanted[OPTIMIZER][reuse]:
+        wanted[OPTIMIZER]["overlap_param_gather"] = ddp.overlap_param_gather
 
 
 def _validate(name: str, each: Any) -> None:

@@ -20,8 +20,8 @@ SCALE_BYTES = {"blockwise": 4 / (128 * 128), "mxfp8": 1 / 32, "tensorwise": 0.0,
 class Part:
     """`nbytes` for each parameter, on each rank that holds it.
 
-    what: "weight", "FP8 copies" (of it, for the matrix products), "scales", "gradient", "master",
-    "first moment" or "second moment". dtype: as in FP8EngineConfig, or "remainder": beside a BF16
+    what: "weight", "FP8 copies" (of it, for the matrix products), "scales", "gradient", "gradient copy",
+    "master", "first moment" or "second moment". dtype: as in FP8EngineConfig, or "remainder": beside a BF16
     parameter, the lower 16 bits of its fp32 master are enough. sharded: divided over data-parallel ranks.
     """
 
@@ -54,6 +54,9 @@ def bytes_per_parameter(
     if fp8 and SCALE_BYTES[made.recipe]:
         parts.append(Part("scales", "e8m0" if made.recipe == "mxfp8" else "float32", 2 * SCALE_BYTES[made.recipe]))
     parts.append(Part("gradient", made.grad_dtype, WIDTH[made.grad_dtype]))
+    if made.grad_dtype != "float32" and not _held_by_te(made):
+        # Megatron's optimizer makes it in each step, and lets go of it at the start of the next.
+        parts.append(Part("gradient copy", "float32", 4.0 / dp, sharded=True))
     states = {
         "master": _master(made),
         "first moment": made.exp_avg_dtype,
@@ -71,7 +74,11 @@ def total(parts: list[Part]) -> float:
 
 
 def _master(config: FP8EngineConfig) -> str:
-    held_by_te = config.precision_aware and config.recipe == "delayed"
-    if held_by_te and config.master_dtype == "float32" and not config.fp8_params:
+    if _held_by_te(config) and config.master_dtype == "float32" and not config.fp8_params:
         return "remainder"
     return config.master_dtype
+
+
+def _held_by_te(config: FP8EngineConfig) -> bool:
+    """Whether Transformer Engine's optimizer has the masters, and takes gradients of any dtype; else Megatron."""
+    return config.precision_aware and (config.master_dtype == "float16" or config.recipe == "delayed")

@@ -154,6 +154,18 @@ def test_bytes_per_parameter(preset, linear, other):
     assert total(bytes_per_parameter(config, linear=False)) == other
 
 
+def test_bf16_gradients_save_less_where_megatron_copies_them():
+    """Masters that Megatron holds want fp32 gradients, for each rank's share; Transformer Engine's do not."""
+    for name, saved in (("hopper_blockwise", -2), ("fp8lm_o2", 2)):
+        sizes = [
+            total(bytes_per_parameter(FP8EngineConfig.from_dict({"preset": name, "grad_dtype": dtype})))
+            for dtype in ("float32", "bfloat16")
+        ]
+        assert sizes[0] - sizes[1] == saved
+    shared = FP8EngineConfig.from_dict({"preset": "hopper_blockwise", "grad_dtype": "bfloat16"})
+    assert total(bytes_per_parameter(shared, dp=8)) == 1 + 1 + 8 / 16384 + 2 + 4 * 4 / 8
+
+
 def test_blackwell_keeps_nothing_with_one_scale_transposed():
     for config in (FP8EngineConfig.fp8lm_o2(), FP8EngineConfig(recipe="tensorwise", fp8_params=True)):
         sizes = {gpu: total(bytes_per_parameter(config, gpu=gpu)) for gpu in ("hopper", "blackwell")}

@@ -94,6 +94,19 @@ def test_one_flag_drives_all_three():
     assert not optimizer.reuse_grad_buf_for_mxfp8_param_ag
 
 
+def test_mxfp8_parameters_are_gathered_as_the_trainer_gathers():
+    made = worlds.made()
+    made[1].overlap_param_gather = True
+    apply(FP8EngineConfig.blackwell_mxfp8(), made)
+    assert made[2].overlap_param_gather
+    made = worlds.made()
+    made[1].use_megatron_fsdp = True
+    apply(FP8EngineConfig.blackwell_mxfp8(), made)
+    assert made[1].fp8_param_gather
+    assert not made[1].reuse_grad_buf_for_mxfp8_param_ag
+    assert not made[2].reuse_grad_buf_for_mxfp8_param_ag
+
+
 @pytest.mark.parametrize(
     ("config", "attributes", "says"),
     [
