@@ -52,6 +52,8 @@ def test_each_missing_package_has_its_install_line():
     assert "megatron-core not installed" in found["see all of it work"]
     assert "uvicorn" in found["see all of it work"]
     assert found["plan an update"] == found["send over zmq"] == ""
+    without = fixes(ALL | {"safetensors": None}, GPU)["convert checkpoints"]
+    assert without == "safetensors not installed: pip install 'fp8bridge[engine]'"
 
 
 def test_an_empty_transformer_engine_breaks_megatron(monkeypatch):

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("fp8bridge", ""),
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
+    ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx safetensors"),
@@ -54,7 +55,10 @@ LAYERS: tuple[tuple[str, str], ...] = (
 )
 KERNELS_MAY_IMPORT = {"errors"}
 ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray"}
-OPTIONAL = ("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers")
+OPTIONAL = (
+    *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
+    *("safetensors", "yaml"),
+)
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 
@@ -197,7 +201,14 @@ def _run(code: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["fp8bridge", "fp8bridge.planner", "fp8bridge.session", "fp8bridge.wire", "fp8bridge.adapters.megatron_layout"],
+    [
+        "fp8bridge",
+        "fp8bridge.planner",
+        "fp8bridge.session",
+        "fp8bridge.wire",
+        "fp8bridge.adapters.megatron_layout",
+        "fp8bridge.engine",
+    ],
 )
 def test_deciding_needs_no_torch(module):
     heavy = json.loads(_run(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
@@ -205,7 +216,14 @@ def test_deciding_needs_no_torch(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["fp8bridge", "fp8bridge.bridge", "fp8bridge.kernels", "fp8bridge.adapters.megatron"]
+    "module",
+    [
+        "fp8bridge",
+        "fp8bridge.bridge",
+        "fp8bridge.kernels",
+        "fp8bridge.adapters.megatron",
+        "fp8bridge.engine.checkpoint",
+    ],
 )
 def test_imports_without_the_optional_packages(module):
     code = f"""

@@ -11,6 +11,8 @@ import typer
 from fp8bridge import __version__
 from fp8bridge.errors import BridgeError
 
+from .config import config
+from .convert import convert
 from .demo import demo
 from .doctor import doctor
 from .keys import keys
@@ -27,8 +29,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, plan, doctor, verify, serve, keys):
+for command in (demo, plan, convert, doctor, verify, serve, keys):
     app.command()(command)
+app.add_typer(config, name="config")
 
 
 def _print_version(wanted: bool) -> None:

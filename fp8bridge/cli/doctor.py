@@ -13,8 +13,10 @@ import typer
 PACKAGES = (
     *("fp8bridge", "torch", "triton", "numpy", "pyzmq", "msgpack", "httpx"),
     *("megatron-core", "transformer-engine", "sglang", "transformers", "starlette", "uvicorn"),
+    *("safetensors", "pyyaml"),
 )
 SERVE = ("starlette", "uvicorn", "transformers")
+ENGINE = ("safetensors", "pyyaml")
 INSTALL_MEGATRON = (
     "pip install 'fp8bridge[megatron]' && pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
 )
@@ -124,6 +126,8 @@ def features(found: dict[str, str | None], gpu: dict[str, Any]) -> list[Feature]
         "quantize on the CPU": torch_fix,
         "quantize on the GPU": torch_fix or _gpu_fix(found, gpu),
         "read a Megatron-Core trainer": megatron_fix,
+        "convert checkpoints (fp8bridge convert)": torch_fix
+        or _missing(found, ENGINE, "pip install 'fp8bridge[engine]'"),
         "run a rollout server (fp8bridge serve)": serve_fix,
         "see all of it work (fp8bridge demo)": "; ".join(dict.fromkeys(filter(None, (megatron_fix, serve_fix)))),
     }

@@ -60,7 +60,7 @@ from sglang.srt.server_args import prepare_server_args  # noqa: E402
 ON_A_CPU = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--skip-server-warmup", "--skip-tokenizer-init", "--max-total-tokens", "4096"),
-    *("--max-running-requests", "8", "--mem-fraction-static", "0.2"),
+    *("--max-running-requests", "8", "--mem-fraction-static", "0.2", "--sleep-on-idle"),
 ]
 
 if __name__ == "__main__":
