@@ -15,7 +15,7 @@ BLOCKS = ((128, 128), (1, 128))
 """Scale blocks (rows, columns) that the kernels make."""
 
 POWER_OF_TWO_RULES = ("te_pow2", "ue8m0")
-TRANSPORTS = ("zmq", "nccl", "loopback")
+TRANSPORTS = ("zmq", "nccl", "ipc", "loopback")
 PAUSE_MODES = ("retract", "abort", "in_place")
 
 MIB = 1 << 20
@@ -25,8 +25,9 @@ MIB = 1 << 20
 class BridgeConfig:
     """Every field has a default that is right for a first run on one host."""
 
-    transport: Literal["zmq", "nccl", "loopback"] = "zmq"
-    """How buckets travel. `nccl`: one broadcast per bucket into stock SGLang."""
+    transport: Literal["zmq", "nccl", "ipc", "loopback"] = "zmq"
+    """How buckets travel. `nccl`: one broadcast per bucket into stock SGLang. `ipc`: from
+    the trainer's GPU memory into SGLang on the same GPU."""
 
     group_backend: Literal["nccl", "gloo"] = "nccl"
     """Backend of the groups of transport `nccl`; `gloo` is for servers on a CPU."""

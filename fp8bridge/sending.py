@@ -110,12 +110,11 @@ class Sender:
                 with watch.stage("pack"):
                     packed = self._packer.pack(bucket, memory, matrices)
                     self._snapshots.add(packed)
+                self._send_one(packed, in_slot, total, on_progress)
             except RankError:
                 raise
             except Exception as err:  # noqa: BLE001 - raised below, when no rank waits for this one any more
                 error = error or err
-                continue
-            self._send_one(packed, in_slot, total, on_progress)
         if error is not None:
             raise error
         return self._acknowledged(in_slot, watch)

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
         "torch torch.distributed numpy zmq",
     ),
     ("sglang.*", "torch numpy zmq msgpack"),
+    ("transport.ipc", "torch"),
     ("transport rollout_server", ""),
     ("session", ""),
     ("routing", "httpx"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import torch
 import zmq
 
 from ..layout import ServerLayout
-from ..plan import Manifest
+from ..plan import Bucket, Manifest
 from ..receiver import Receiver
 from ..staging import StagedWeights, tensor_checksum, unpack
 from . import payload
 from .agent import Report
-from .record import Rehearsal, parameters, rehearse
+from .cuda_ipc import open_export
+from .record import Copy, Rehearsal, parameters, rehearse
 
 SHARED = Path("/dev/shm")
 _PREFIX = "fp8bridge-"
@@ -56,12 +58,16 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         context.term()
 
 
+@dataclass
 class _State:
     """What one TP rank remembers between calls."""
 
     manifest: Manifest | None = None
     rehearsal: Rehearsal | None = None
     folder: Path | None = None
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The trainer's GPU memory, by its own address."""
 
 
 _state = _State()
@@ -70,7 +76,7 @@ _state = _State()
 def _rehearse(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     manifest = Manifest.from_dict(data["manifest"])
     if _state.manifest is None or _state.manifest.hash != manifest.hash:
-        _state.rehearsal, _state.manifest = rehearse(model, manifest), manifest
+        _state.rehearsal, _state.manifest, _state.copies = rehearse(model, manifest), manifest, {}
     assert _state.rehearsal is not None, "made above"
     return {"problems": _state.rehearsal.problems[:100], "count": len(_state.rehearsal.problems)}
 
@@ -96,29 +102,56 @@ def _pull(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
 def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """Every rank: from shared memory into the live model, a bucket at a time."""
     manifest, folder = _expect(data), Path(data["folder"])
-    rehearsal = _state.rehearsal
-    replay = data["replay"] and rehearsal is not None and rehearsal.complete
+    replay = _can_replay(data)
     device = next(iter(parameters(model).values())).device
     with torch.no_grad():
         for bucket in manifest.buckets:
             if not bucket.nbytes:
                 continue
             memory = torch.from_numpy(np.memmap(folder / str(bucket.index), dtype=np.uint8, mode="r+"))
-            tensors = unpack(bucket, memory.to(device))
-            if replay and rehearsal is not None:
-                _replay(rehearsal, parameters(model), tensors)
-            else:
-                model.load_weights(iter(tensors.items()))
+            _load_bucket(model, bucket, memory.to(device), replay=replay)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return {"way": "replay" if replay else "load_weights"}
 
 
-def _replay(rehearsal: Rehearsal, params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
-    for copy in rehearsal.copies:
-        source = tensors.get(copy.source)
-        if source is not None:
-            copy.dst.view(params[copy.param]).copy_(copy.src.view(source))
+def _load_slot(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """One bucket, from the trainer's own GPU memory."""
+    manifest, slot = _expect(data), data["slot"]
+    if data["export"] is not None:
+        _state.slots[slot] = open_export(data["export"])
+    if slot not in _state.slots:
+        raise RuntimeError("a slot that was not exported to this process; the server was restarted: admit it again")
+    bucket, replay = manifest.buckets[data["index"]], _can_replay(data)
+    with torch.no_grad():
+        _load_bucket(model, bucket, _state.slots[slot][: bucket.nbytes], replay=replay)
+    torch.cuda.synchronize()
+    return {"way": "replay" if replay else "load_weights"}
+
+
+def _can_replay(data: dict[str, Any]) -> bool:
+    return bool(data["replay"] and _state.rehearsal is not None and _state.rehearsal.complete)
+
+
+def _load_bucket(model: Any, bucket: Bucket, memory: torch.Tensor, *, replay: bool) -> None:
+    tensors = unpack(bucket, memory)
+    if not replay:
+        model.load_weights(iter(tensors.items()))
+        return
+    params = parameters(model)
+    for copy in _copies().get(bucket.index, ()):
+        copy.dst.view(params[copy.param]).copy_(copy.src.view(tensors[copy.source]))
+
+
+def _copies() -> dict[int, list[Copy]]:
+    """What the rehearsal saw, by bucket; sorted out once."""
+    if not _state.copies:
+        assert _state.manifest is not None, "rehearsed"
+        assert _state.rehearsal is not None, "rehearsed"
+        home = {e.name: bucket.index for bucket in _state.manifest.buckets for e in bucket.entries}
+        for copy in _state.rehearsal.copies:
+            _state.copies.setdefault(home[copy.source], []).append(copy)
+    return _state.copies
 
 
 def _drop(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -173,4 +206,11 @@ def _in_files(folder: Path) -> Callable[[int, int], np.ndarray[Any, Any]]:
     return memory
 
 
-_PHASES = {"rehearse": _rehearse, "pull": _pull, "load": _load, "drop": _drop, "checksums": _checksums}
+_PHASES = {
+    "rehearse": _rehearse,
+    "pull": _pull,
+    "load": _load,
+    "load_slot": _load_slot,
+    "drop": _drop,
+    "checksums": _checksums,
+}

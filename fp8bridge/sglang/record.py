@@ -135,7 +135,7 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
 
 def _problems(watch: Watch, params: dict[str, torch.Tensor], names: Iterable[str]) -> list[str]:
     used = {copy.source for copy in watch.copies} | {text.split(" ", 1)[0] for text in watch.odd}
-    found = [f"{name} is ignored by the server" for name in names if name not in used]
+    found = [f"{name} is ignored by the server, or changed on its way in" for name in names if name not in used]
     for name, param in params.items():
         written = watch.written.get(name, 0)
         if written < param.numel():

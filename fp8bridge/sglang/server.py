@@ -138,6 +138,18 @@ class SglangServer:
         self._touched = True
         self.client.update_from_distributed(bucket, group, timeout_s=timeout_s)
 
+    def load_slot(
+        self, bucket: Bucket, manifest_hash: str, slot: int, exported: dict[str, Any] | None, *, timeout_s: float
+    ) -> None:
+        """Load a bucket that lies in the trainer's GPU memory `slot`; `exported`: what that is, the first time.
+
+        Returns when the server's device has read it.
+        """
+        self._touched = True
+        body = {"manifest_hash": manifest_hash, "index": bucket.index, "slot": slot, "export": exported}
+        reports = self.loader.call("load_slot", body | {"replay": self.replay}, timeout_s=timeout_s)
+        self.load_way = str(reports[0].data["way"])
+
     def commit(self, token: str, version: str) -> None:
         self._end()
         self.client.set_version(version)

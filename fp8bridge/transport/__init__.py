@@ -14,6 +14,10 @@ def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Tr
         from .loopback import LoopbackTransport
 
         return LoopbackTransport(servers)
+    if config.transport == "ipc":
+        from .ipc import IpcTransport
+
+        return IpcTransport(servers, config)
     if config.transport == "nccl":
         from .nccl import NcclTransport
 

@@ -137,7 +137,7 @@ def _renamed(name, to):
             _without("model.layers.1.mlp.up_proj.weight"),
             r"layers\.1\.mlp\.gate_up_proj\.weight .* gets 98304 of 1966",
         ),
-        (_cut("model.layers.0.mlp.gate_proj.weight", 256), r"layers\.0\.mlp\.gate_up_proj\.weight"),
+        (_cut("model.layers.0.mlp.gate_proj.weight", 256), r"gate_proj\.weight is ignored by the server, or changed"),
         (_renamed("model.norm.weight", "model.final_norm.weight"), r"model\.final_norm\.weight"),
         (_cut("model.embed_tokens.weight", 400), r"embed_tokens"),
     ],
