@@ -4,9 +4,10 @@
 
 Needs real Transformer Engine and a few GB. A Qwen3-like Megatron model with the distributed optimizer is
 built and trained for some steps; memory is read when the model is there (weights and gradients), when the
-optimizer is (masters), and between two steps (all that persists). Workspaces that are made once in a
-process are made by a smaller model first. Presets that the GPU cannot run are named and left out. Exit
-code 1 if a total is more than `--tolerance` away from the prediction. Writes NAME.json and NAME.md.
+optimizer is (masters), and between two steps (all that persists). Each preset has a process of its own,
+in which workspaces that are made once are made by a smaller model first. Presets that the GPU cannot run
+are named and left out. Exit code 1 if a total is more than `--tolerance` away from the prediction. Writes
+NAME.json and NAME.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +49,18 @@ MODEL = SMALL_QWEN3 | {
 def main():
     options = arguments()
     found, left_out = {}, {}
-    with one_gpu():
-        gpu = "blackwell" if torch.cuda.get_device_capability() >= (10, 0) else "hopper"
-        for engine in (None, FP8EngineConfig.hopper_blockwise()):
-            measure(SMALL_QWEN3, engine, 2)
-        for name, engine in CONFIGS.items():
+    gpu = "blackwell" if torch.cuda.get_device_capability() >= (10, 0) else "hopper"
+    for name, engine in CONFIGS.items():
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as process:
             try:
-                row = measure(MODEL, engine, options.steps)
+                row = process.submit(measure_alone, name, options.steps).result()
             except ConfigError as err:
                 left_out[name] = str(err)
                 continue
-            row["predicted"] = prediction(engine, row["counts"], gpu)
-            row["difference"] = row["measured"]["trained"] / row["predicted"]["total"] - 1
-            found[name] = row
+        row["predicted"] = prediction(engine, row["counts"], gpu)
+        row["difference"] = row["measured"]["trained"] / row["predicted"]["total"] - 1
+        found[name] = row
     wrong = {name: row for name, row in found.items() if abs(row["difference"]) > options.tolerance}
     report({"facts": facts(), "presets": found, "left_out": left_out, "wrong": sorted(wrong)}, options)
     sys.exit(1 if wrong else 0)
@@ -71,6 +73,13 @@ def arguments():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
+
+
+def measure_alone(name, steps):
+    with one_gpu():
+        for engine in (None, FP8EngineConfig.hopper_blockwise()):
+            measure(SMALL_QWEN3, engine, 2)
+        return measure(MODEL, CONFIGS[name], steps)
 
 
 def measure(hf_config, engine, steps):

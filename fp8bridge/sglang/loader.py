@@ -51,11 +51,10 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.connect(address)
         socket.send(answer.encode())
-        socket.close(linger=5000)
-    except zmq.ZMQError as err:
+    except (zmq.ZMQError, TypeError) as err:
         print(f"fp8bridge: cannot report to {address}: {err}")
     finally:
-        context.term()
+        context.destroy(linger=5000)
 
 
 @dataclass
@@ -89,7 +88,7 @@ def _pull(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     _drop(model, rank, {})
     _state.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED))
     try:
-        weights = _AnyWeights({}, manifest.layout)
+        weights = _AnyWeights(manifest.layout, _device_of(model))
         weights.begin(manifest)
         receiver = Receiver(weights, data["name"], memory=_in_files(_state.folder))
         nbytes = receiver.pull(data["endpoints"], data["session"], manifest.hash, timeout_s=data["timeout_s"])
@@ -103,7 +102,7 @@ def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """Every rank: from shared memory into the live model, a bucket at a time."""
     manifest, folder = _expect(data), Path(data["folder"])
     replay = _can_replay(data)
-    device = next(iter(parameters(model).values())).device
+    device = _device_of(model)
     with torch.no_grad():
         for bucket in manifest.buckets:
             if not bucket.nbytes:
@@ -174,11 +173,15 @@ def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     for copy in rehearsal.copies:
         copies.setdefault(copy.source, []).append(copy)
     for name, entry in manifest.entries().items():
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=next(iter(params.values())).device)
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=_device_of(model))
         for copy in copies.get(name, ()):
             copy.src.view(whole).copy_(copy.dst.view(params[copy.param]))
         found[name] = tensor_checksum(whole)
     return {"tensors": found}
+
+
+def _device_of(model: Any) -> torch.device:
+    return next(iter(parameters(model).values())).device
 
 
 def _expect(data: dict[str, Any]) -> Manifest:
@@ -188,10 +191,15 @@ def _expect(data: dict[str, Any]) -> Manifest:
 
 
 class _AnyWeights(StagedWeights):
-    """Takes every tensor of the manifest: the rehearsal has compared it with the model."""
+    """Takes every tensor of the manifest: the rehearsal has compared it with the model. Checksums are made on
+    the model's device, which is far quicker than the one thread that SGLang leaves."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], layout: ServerLayout) -> None:
-        super().__init__(tensors, layout)
+    def __init__(self, layout: ServerLayout, device: torch.device) -> None:
+        super().__init__({}, layout)
+        self._device = device
+
+    def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> list[int]:
+        return super()._checksums(bucket, payload.to(self._device))
 
     def differences(self, manifest: Manifest) -> list[str]:
         return []

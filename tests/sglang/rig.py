@@ -1,5 +1,6 @@
 """Real SGLang servers on this CPU, in processes of their own, and what they must hold."""
 
+import contextlib
 import json
 import os
 import signal
@@ -126,7 +127,10 @@ class SglangProcess:
             time.sleep(0.2)
 
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """All of it at once, as a machine that goes down would: SGLang's ranks would outlive their parent."""
+        for pid in (self.process.pid, *descendants(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self):
@@ -180,6 +184,16 @@ class SglangProcess:
         meta = answer["meta_info"]
         pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         return answer["output_ids"], [p[0] for p in pairs], meta["weight_version"]
+
+
+def descendants(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == pid:
+                found += [child, *descendants(child)]
+    return found
 
 
 def free_port():

@@ -212,7 +212,7 @@ def test_a_trainer_that_gives_up_in_the_middle(servers, transport, tmp_path):
     number = server.next_version()
     with connect([server], model, transport=transport, keep_last=1) as bridge:
         bridge.update_weights(version=number)
-        before = fused(model, FP8)
+        before = {n: t.clone() for n, t in fused(model, FP8).items()}
         for tensor in model.values():
             tensor.mul_(0.5)
 
