@@ -7,13 +7,17 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-sglang test-gpu clean
+.PHONY: help demo demo-sglang test lint test-sglang test-gpu clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED)  ## install, then the main job on this machine: train, sync two servers, verify
 	$(BIN)/fp8bridge demo $(ARGS)
+
+demo-sglang: $(INSTALLED)  ## the same against real SGLang servers on this CPU (installs them the first time)
+	@scripts/sglang_cpu/install.sh 0.5.23 .sglang/0.5.23
+	FP8BRIDGE_SGLANG=".sglang/0.5.23/bin/python scripts/sglang_cpu/launch.py" $(BIN)/fp8bridge demo --server sglang $(ARGS)
 
 test: lint  ## install, then ruff, mypy and pytest (ARGS="-k name" picks tests)
 	$(BIN)/pytest $(ARGS)

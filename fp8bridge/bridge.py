@@ -147,6 +147,16 @@ class Bridge:
         counts: dict[str, int] = agree(self._ranks, lambda: self._compare(sent))[0]
         return counts
 
+    def server_checksums(self) -> dict[str, dict[str, int]]:
+        """uint64 of the bytes of every tensor that each healthy server generates with, by wire name.
+
+        Rank 0 alone; other ranks get {}. Raises the first ServerError.
+        """
+        self._require_open()
+        if self._set is None:
+            return {}
+        return self._set.require(self._set.healthy, lambda m: m.server.checksums())
+
     def admit(self, server: str | RolloutServer) -> None:
         """Take a fenced (or new) server into the set.
 
@@ -377,7 +387,7 @@ class Bridge:
     def _compare(self, sent: dict[str, int]) -> dict[str, int]:
         if self._set is None:
             return {}
-        found = self._set.require(self._set.healthy, lambda m: m.server.checksums())
+        found = self.server_checksums()
         for name, theirs in found.items():
             wrong = [t for t in sorted(sent.keys() | theirs.keys()) if sent.get(t) != theirs.get(t)]
             if wrong:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import zmq
 
+from ..kernels import BoundUnpack, UnpackItem, UnpackTable
 from ..layout import ServerLayout
 from ..plan import Bucket, Manifest
 from ..receiver import Receiver
@@ -65,6 +66,8 @@ class _State:
     rehearsal: Rehearsal | None = None
     folder: Path | None = None
     copies: dict[int, list[Copy]] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    scatters: dict[int, tuple[BoundUnpack, list[Copy]]] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """The trainer's GPU memory, by its own address."""
 
@@ -75,7 +78,8 @@ _state = _State()
 def _rehearse(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     manifest = Manifest.from_dict(data["manifest"])
     if _state.manifest is None or _state.manifest.hash != manifest.hash:
-        _state.rehearsal, _state.manifest, _state.copies = rehearse(model, manifest), manifest, {}
+        _state.rehearsal, _state.manifest = rehearse(model, manifest), manifest
+        _state.copies, _state.scatters = {}, {}
     assert _state.rehearsal is not None, "made above"
     return {"problems": _state.rehearsal.problems[:100], "count": len(_state.rehearsal.problems)}
 
@@ -138,8 +142,34 @@ def _load_bucket(model: Any, bucket: Bucket, memory: torch.Tensor, *, replay: bo
         model.load_weights(iter(tensors.items()))
         return
     params = parameters(model)
-    for copy in _copies().get(bucket.index, ()):
+    bound, rest = _scatter(params, bucket)
+    bound.launch(memory)
+    for copy in rest:
         copy.dst.view(params[copy.param]).copy_(copy.src.view(tensors[copy.source]))
+
+
+def _scatter(params: dict[str, torch.Tensor], bucket: Bucket) -> tuple[BoundUnpack, list[Copy]]:
+    """One launch for the copies of a bucket, and those that it cannot make: of parts of rows, which a server of
+    several TP ranks takes. Kept while the parameters stay where they are."""
+    places = tuple(p.data_ptr() for p in params.values())
+    if places != _state.places:
+        _state.places, _state.scatters = places, {}
+    if bucket.index not in _state.scatters:
+        offsets = {e.name: e.offset for e in bucket.entries}
+        items, targets, rest = [], [], []
+        for copy in _copies().get(bucket.index, ()):
+            target = copy.dst.view(params[copy.param])
+            if not (copy.src.is_contiguous and target.dim() <= 2 and (not target.dim() or target.stride(-1) == 1)):
+                rest.append(copy)
+                continue
+            target = target.reshape(1, -1) if target.dim() < 2 else target
+            dtype, at = str(target.dtype).removeprefix("torch."), copy.src.offset * target.element_size()
+            rows, cols = target.shape
+            items.append(UnpackItem(rows, cols, dtype, offsets[copy.source] + at))
+            targets.append(target)
+        table = UnpackTable.build(items, device=_device_of_params(params))
+        _state.scatters[bucket.index] = (table.bind(targets), rest)
+    return _state.scatters[bucket.index]
 
 
 def _copies() -> dict[int, list[Copy]]:
@@ -181,7 +211,11 @@ def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device_of(model: Any) -> torch.device:
-    return next(iter(parameters(model).values())).device
+    return _device_of_params(parameters(model))
+
+
+def _device_of_params(params: dict[str, torch.Tensor]) -> torch.device:
+    return next(iter(params.values())).device
 
 
 def _expect(data: dict[str, Any]) -> Manifest:

@@ -35,6 +35,15 @@ class Region:
         return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset() + self.offset)
 
     @property
+    def is_contiguous(self) -> bool:
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
