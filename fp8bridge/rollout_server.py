@@ -19,6 +19,7 @@ def open_server(
     try:
         facts = http.call("GET", "/server_info")
         if "fp8bridge" in facts:
+            http.close()
             return HttpServer(url, timeout_s=timeout_s, api_key=api_key)
         if "tp_size" not in facts:
             raise ServerMismatchError(

@@ -7,7 +7,7 @@ update runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -120,6 +120,27 @@ class StagedWeights:
     def checksums(self) -> dict[str, int]:
         """Checksum of the bytes of every current tensor (uint64), the value senders compute."""
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
+
+
+class LoadingWeights(StagedWeights):
+    """For any engine: every bucket that arrived whole goes to `load_weights([(name, tensor), ...])` at once.
+
+    The tensors are views of the bucket's memory and valid during the call. Nothing is kept, so an update
+    that ends early leaves the engine with a part of it: `begin`, pull, and on an error send a whole one again.
+    """
+
+    def __init__(self, load_weights: Callable[[list[tuple[str, torch.Tensor]]], object], layout: ServerLayout) -> None:
+        super().__init__({}, layout)
+        self._load_weights = load_weights
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        """Only of the layout: the engine does not tell its tensors."""
+        return [f"layout {d}" for d in manifest.layout.differences(self.layout)]
+
+    def stage(self, index: int, payload: torch.Tensor, checksums: Sequence[int]) -> None:
+        super().stage(index, payload, checksums)
+        self._load_weights(list(self._staged.items()))
+        self._staged = {}
 
 
 def unpack(bucket: Bucket, memory: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -183,6 +183,29 @@ def test_verify_against_a_checkpoint_and_a_server_restarted_from_it(pair, run, t
     assert "model.norm.weight" in json.loads(out)[0]["problems"][0]
 
 
+def test_an_identity_update_leaves_the_output_as_it_was_and_keeps_the_version(pair, run, tmp_path):  # noqa: F811
+    from safetensors.torch import save_file
+
+    server, model = pair[0], plain_weights(4)
+    with connect(pair[:1], model) as bridge:
+        bridge.update_weights(version=next_version(pair))
+    save_file(model, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(FP8_QWEN3))
+    before, version = server.generate(), server.version()
+    words = ("doctor", "--server", server.server.url, "--identity", str(tmp_path), "--json")
+    code, out, err = run(*words)
+    assert code == 0, out + err
+    [found] = json.loads(out)["identity"]
+    assert found["gap"] == 0
+    assert found["checked"] == len(server.checksums())
+    assert (server.generate()["output_ids"], server.version()) == (before["output_ids"], version)
+    model["model.norm.weight"].mul_(2)
+    save_file(model, tmp_path / "model.safetensors")
+    code, out, _ = run(*words)
+    assert code == 1, "other weights than it holds"
+    assert json.loads(out)["identity"][0]["gap"] > 1e-3
+
+
 def test_doctor_repairs_what_a_dead_trainer_left(pair, run):  # noqa: F811
     """A client without a lease: nothing would ever close its session or resume its server."""
     left, fine = pair

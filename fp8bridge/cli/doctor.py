@@ -6,7 +6,8 @@ import importlib.metadata
 import json
 import platform
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +21,8 @@ ENGINE = ("safetensors", "pyyaml")
 INSTALL_MEGATRON = (
     "pip install 'fp8bridge[megatron]' && pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
 )
+IDENTITY_GAP = 1e-3
+"""Largest move of a logprob that an update with the same weights may cause."""
 FP8_CAPABILITY = (8, 9)
 """CUDA compute capability from which Triton converts to float8_e4m3fn."""
 
@@ -58,6 +61,13 @@ def doctor(
             help="Drop update sessions that were left open and resume paused servers. Only when no trainer runs."
         ),
     ] = False,
+    identity: Annotated[
+        Path | None,
+        typer.Option(help="The servers' checkpoint: send it to them and see that they compute the same.", exists=True),
+    ] = None,
+    transport: Annotated[
+        Literal["zmq", "nccl", "ipc"], typer.Option(help="Of the identity update (stock SGLang: nccl, or our loader).")
+    ] = "zmq",
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -67,8 +77,17 @@ def doctor(
     gpu = device()
     offered = features(found, gpu)
     servers = [check_server(url, timeout_s=timeout_s, api_key=api_key, repair=repair) for url in server or ()]
+    identities: list[dict[str, Any]] = []
+    for url in server or ():
+        if identity is None:
+            break
+        from .identity import identity_update
+
+        found_gap = identity_update(url, identity, transport=transport, pause_mode="abort", api_key=api_key)
+        identities.append(asdict(found_gap))
     if as_json:
         facts = {
+            "identity": identities,
             "python": platform.python_version(),
             "packages": found,
             "device": gpu,
@@ -78,6 +97,11 @@ def doctor(
         print(json.dumps(facts, indent=1))
     else:
         _print(found, gpu, offered, servers)
+        for same in identities:
+            read = f"{same['checked']} tensors read back" if same["checked"] else "its bytes cannot be read back"
+            print(f"{same['url']}: identity update moves logprobs by {same['gap']:.3g} ({read})")
+    if any(same["gap"] > IDENTITY_GAP for same in identities):
+        raise typer.Exit(1)
     if not all(check.usable for check in servers):
         raise typer.Exit(1)
 

@@ -115,7 +115,7 @@ def checkpoint_checksums(folder: Path, layout: ServerLayout, rule: str | None) -
 
     rule = rule or ("ue8m0" if layout.scale_format == "ue8m0" else "sglang")
     sums: dict[str, int] = {}
-    for name, tensor in _tensors(folder):
+    for name, tensor in tensors_of(folder):
         meta = TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if name.endswith(SCALE_SUFFIX) or meta.dtype == "float8_e4m3fn":
             sums[name] = tensor_checksum(tensor)
@@ -136,7 +136,8 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the folder's safetensors files."""
     from safetensors import safe_open
 
     from ..errors import ConfigError

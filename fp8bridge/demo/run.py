@@ -191,8 +191,8 @@ def _say_verdict(console: Console, rows: list[dict[str, Any]], ok: bool, error: 
         console.print(f"[red]{difference}[/red]", highlight=False)
     if ok and stock:
         console.print(
-            "verified: each byte on each SGLang server is the trainer's; the servers' log-probabilities are those of a "
-            "Megatron forward pass with the same weights, as near as BF16 arithmetic comes.",
+            "verified: each byte on each SGLang server is the trainer's; the servers' log-probabilities are those "
+            "of a Megatron forward pass with the same weights, as near as BF16 arithmetic comes.",
             highlight=False,
         )
     elif ok:

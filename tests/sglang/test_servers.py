@@ -5,6 +5,7 @@ import time
 import pytest
 
 from fp8bridge.cli.app import main
+from fp8bridge.cli.identity import identity_update
 from fp8bridge.errors import ServerMismatchError
 from tests.support import assert_same_bits
 
@@ -79,7 +80,10 @@ def test_a_bf16_server_generates_what_a_fresh_one_does(servers, transport, tmp_p
     assert version == str(number)
     assert tokens != before[0]
     assert_same_bits(server.parameters(tmp_path), fused(model, BF16))
-    fresh = SglangProcess("0.5.23", model_folder(tmp_path_factory.mktemp("fresh"), BF16, model))
+    folder = model_folder(tmp_path_factory.mktemp("fresh"), BF16, model)
+    same = identity_update(server.url, folder, transport=transport, group_backend="gloo", pause_mode="abort")
+    assert (same.gap, server.weight_version()) == (0, version)
+    fresh = SglangProcess("0.5.23", folder)
     try:
         assert fresh.wait_ready().generate()[:2] == (tokens, logprobs)
     finally:
