@@ -77,8 +77,8 @@ class ZmqTransport:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
+        # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         if self._keys is not None:
             self._socket.curve_server = True
