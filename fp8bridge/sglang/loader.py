@@ -9,12 +9,15 @@ loads from there) or `drop`. `checksums` reads the weights back as they were sen
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 import numpy as np
@@ -65,6 +68,7 @@ class _State:
     manifest: Manifest | None = None
     rehearsal: Rehearsal | None = None
     folder: Path | None = None
+    lock: IO[bytes] | None = None
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     places: tuple[int, ...] = ()
     scatters: dict[int, tuple[BoundUnpack, list[Copy]]] = field(default_factory=dict)
@@ -90,7 +94,7 @@ def _pull(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     if rank != 0:
         return {}
     _drop(model, rank, {})
-    _state.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED))
+    _state.folder, _state.lock = _shared_folder()
     try:
         weights = _AnyWeights(manifest.layout, _device_of(model))
         weights.begin(manifest)
@@ -186,11 +190,26 @@ def _copies() -> dict[int, list[Copy]]:
 def _drop(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """Rank 0 removes what it pulled; mappings that other ranks still have stay valid."""
     if rank == 0:
-        for old in SHARED.glob(f"{_PREFIX}*") if data.get("all") else [_state.folder]:
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
-        _state.folder = None
+        if _state.folder is not None:
+            shutil.rmtree(_state.folder, ignore_errors=True)
+        if _state.lock is not None:
+            _state.lock.close()
+        _state.folder = _state.lock = None
     return {}
+
+
+def _shared_folder() -> tuple[Path, IO[bytes]]:
+    """A new folder, and a lock in it that ends with this process. Folders of processes that died are removed:
+    what is in them is memory of this host."""
+    for old in SHARED.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), open(old / "lock", "rb") as theirs:
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    # It gets its name once it is locked, so that nobody takes it for a dead one's.
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=SHARED))
+    lock = open(made / "lock", "wb")  # noqa: SIM115 - held as long as the folder
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.removeprefix("."))), lock
 
 
 def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +262,11 @@ def _in_files(folder: Path) -> Callable[[int, int], np.ndarray[Any, Any]]:
     def memory(index: int, nbytes: int) -> np.ndarray[Any, Any]:
         if not nbytes:
             return np.empty(0, dtype=np.uint8)
-        return np.memmap(folder / str(index), dtype=np.uint8, mode="w+", shape=(nbytes,))
+        path = folder / str(index)
+        with open(path, "wb") as file:
+            # Here a full /dev/shm is an error; met while writing to the mapping, it would kill the server.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        return np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
 
     return memory
 
