@@ -30,7 +30,7 @@ class PullingSglangServer(SglangServer):
         self._folder = str(reports[0].data["folder"])
 
     def commit(self, token: str, version: str) -> None:
-        self._touched = True
+        self._disclaim()
         body = {"manifest_hash": self._hash, "folder": self._folder, "replay": self.replay}
         reports = self.loader.call("load", body, timeout_s=None)
         self.load_way = str(reports[0].data["way"])

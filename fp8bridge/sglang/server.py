@@ -28,7 +28,9 @@ log = logging.getLogger("fp8bridge")
 
 _RELEASE_TIMEOUT_S = 10.0
 INCOMPLETE = "incomplete"
-"""Prefix of the weight version of a server whose update ended early."""
+"""Prefix of the weight version of a server whose update is under way or ended early."""
+_TAKEN = "already open"
+"""In SGLang's refusal to begin a second session."""
 
 
 class SglangServer:
@@ -59,6 +61,8 @@ class SglangServer:
         self._timeout_s = timeout_s
         self._session_open = False
         self._touched = False
+        self._token = ""
+        self._taken: ServerRefusedError | None = None
         for size in ("pp_size", "dp_size"):
             if int(facts.get(size) or 1) > 1:
                 raise ServerMismatchError(
@@ -95,7 +99,7 @@ class SglangServer:
         reports = self._in_session(
             lambda: self.loader.call("rehearse", {"manifest": manifest.as_dict()}, timeout_s=None)
         )
-        problems = reports[0].data["problems"]
+        problems = next((r.data["problems"] for r in reports if r.data["problems"]), None)
         if problems:
             raise ServerMismatchError(
                 f"{self.name} cannot take this model: {describe_differences(problems)}", server=self.name
@@ -107,13 +111,32 @@ class SglangServer:
             return call()
         self.client.pause("retract")
         try:
-            self.client.begin()
+            self._begin()
             try:
                 return call()
             finally:
                 self.client.end()
         finally:
-            self.resume()
+            if self._taken is None:
+                self.resume()
+
+    def _begin(self) -> None:
+        """Open a session. One that is there already is another trainer's: that one has paused the server and
+        will resume it, so from here to the next try nothing of ours does."""
+        self._taken = None
+        try:
+            self.client.begin()
+        except ServerRefusedError as err:
+            if _TAKEN not in err.answer:
+                raise
+            self._taken = ServerRefusedError(
+                f"{self.name} is being updated by another trainer ({err.answer}); if that one is gone, "
+                f"`fp8bridge doctor --server {self.name} --repair` closes its session",
+                status=err.status,
+                answer=err.answer,
+                server=self.name,
+            )
+            raise self._taken from err
 
     def pause(self, mode: str, *, lease_s: float) -> None:
         if mode == "retract" and not self.has_sessions:
@@ -126,8 +149,9 @@ class SglangServer:
 
     def begin(self, token: str, manifest_hash: str, *, lease_s: float) -> None:
         self._touched = False
+        self._token = token
         if self.has_sessions:
-            self.client.begin()
+            self._begin()
         self._session_open = self.has_sessions
 
     def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
@@ -135,7 +159,7 @@ class SglangServer:
 
     def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
         """Receive and load one bucket, from the transport's group. From here on the old version is gone."""
-        self._touched = True
+        self._disclaim()
         self.client.update_from_distributed(bucket, group, timeout_s=timeout_s)
 
     def load_slot(
@@ -145,7 +169,7 @@ class SglangServer:
 
         Returns when the server's device has read it.
         """
-        self._touched = True
+        self._disclaim()
         body = {"manifest_hash": manifest_hash, "index": bucket.index, "slot": slot, "export": exported}
         reports = self.loader.call("load_slot", body | {"replay": self.replay}, timeout_s=timeout_s)
         self.load_way = str(reports[0].data["way"])
@@ -156,9 +180,10 @@ class SglangServer:
         self._touched = False
 
     def abort(self, token: str) -> None:
+        if self._taken is not None:
+            raise self._taken
         self._end()
         if self._touched:
-            self.client.set_version(f"{INCOMPLETE}-{token[:8]}")
             raise ServerError(
                 f"{self.name} holds a mix of two versions, since SGLang loads in place; send it a whole one "
                 "(bridge.admit does, with keep_last, or the next update after it)",
@@ -203,6 +228,13 @@ class SglangServer:
         self.client.close()
 
     # --- inside
+
+    def _disclaim(self) -> None:
+        """Before the first byte of the old version is overwritten: whoever dies from now on, no one believes
+        that it is there."""
+        if not self._touched:
+            self.client.set_version(f"{INCOMPLETE}-{self._token[:8]}")
+            self._touched = True
 
     def _end(self) -> None:
         if self._session_open:
