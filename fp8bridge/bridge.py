@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from types import TracebackType
 from typing import Any
@@ -75,9 +75,11 @@ class Bridge:
         self._last_version: int | None = None
         self._current: int | None = None
         self._set: ServerSet | None = None
+        self._held = ExitStack()
         self._closed = False
         self._updating = threading.Lock()
         self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
+        self._held.callback(self._ranks.close)
         try:
             self._connect(servers)
         except BaseException:
@@ -194,13 +196,8 @@ class Bridge:
         Waits for an update that another thread is in; its time limits bound that.
         """
         with self._updating:
-            if self._closed:
-                return
             self._closed = True
-        if self._set is not None:
-            self._set.close()
-            self._set = None
-        self._ranks.close()
+        self._held.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -224,6 +221,7 @@ class Bridge:
         agree(self._ranks, lambda: self._make_servers(servers))
         members = [m.server for m in self._set.members.values()] if self._set else []
         self._transport = open_transport(self.config, members)
+        self._held.callback(self._transport.release)
         if not self._transport.multi_sender and self._ranks.size > 1 and self.config.senders != "first":
             raise ConfigError(
                 f"transport {self.config.transport!r} sends from rank 0 alone; set senders='first' to gather there"
@@ -256,6 +254,7 @@ class Bridge:
         if self.config.min_healthy > len(made):
             raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(made)} servers")
         self._set = ServerSet(made, on_state=self._on_state)
+        self._held.callback(self._set.close)
 
     def _probe(self) -> dict[str, Any]:
         """Rank 0: the config whose layout everyone plans for, and the versions the servers claim."""

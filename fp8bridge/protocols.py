@@ -67,6 +67,10 @@ class Transport(Protocol):
         """End the update. With a reason, servers still waiting are told to give up. Idempotent."""
         ...
 
+    def release(self) -> None:
+        """For good: give back what is kept from update to update, here and on the servers."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:

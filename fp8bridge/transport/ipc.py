@@ -86,6 +86,10 @@ class IpcTransport:
             self.wait(index)
         self._live = set()
 
+    def release(self) -> None:
+        for pool in self._pools.values():
+            pool.shutdown()
+
     def _load(self, name: str, packed: PackedBucket) -> None:
         if name in self.failures or not packed.bucket.nbytes:
             return

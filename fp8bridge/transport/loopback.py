@@ -178,6 +178,9 @@ class LoopbackTransport:
     def close(self, reason: str = "") -> None:
         """Nothing is held."""
 
+    def release(self) -> None:
+        """Nothing is held."""
+
     def _lose(self, name: str, error: BridgeError) -> None:
         self.failures[name] = error
         self._live.discard(name)

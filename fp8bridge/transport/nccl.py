@@ -8,6 +8,7 @@ update and made again after their server was lost.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import secrets
@@ -23,11 +24,14 @@ import torch
 import torch.distributed as dist
 
 from ..config import BridgeConfig
-from ..errors import BridgeError, ConfigError, ServerTimeoutError, TransportError
+from ..errors import BridgeError, ConfigError, ServerError, ServerTimeoutError, TransportError
 from ..plan import Manifest
 from ..protocols import PackedBucket, RolloutServer
 
+log = logging.getLogger("fp8bridge")
+
 _TICK_S = 0.05
+_LEAVE_TIMEOUT_S = 10.0
 
 
 class NcclTransport:
@@ -91,6 +95,12 @@ class NcclTransport:
                 self._lines[name].end()
         self._live = set()
 
+    def release(self) -> None:
+        """Leave every group, at both ends: each costs its server a communicator."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self._lines))) as pool:
+            for line in self._lines.values():
+                pool.submit(line.leave)
+
     def _lose(self, name: str, error: BridgeError) -> None:
         self.failures[name] = error
         self._live.discard(name)
@@ -106,6 +116,8 @@ class _Line:
         self._config = config
         self._group: Any = None
         self._group_name = ""
+        self._left: list[str] = []
+        """Groups that the server may still hold."""
         self._outbox: queue.SimpleQueue[tuple[PackedBucket, Any] | None] = queue.SimpleQueue()
         self._answers: dict[int, BridgeError | None] = {}
         self._changed = threading.Condition()
@@ -116,11 +128,21 @@ class _Line:
         self._answers.clear()
         if self._group is not None:
             return
+        self._forget_left(timeout_s)
         self._group_name = f"fp8bridge-{secrets.token_hex(4)}"
         host, backend, world = self._config.host, self._config.group_backend, 1 + self._server.tp_size
         port = _free_port(host)
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fp8bridge-group")
-        making = pool.submit(make_group, host, port, world, self._group_name, backend, timeout_s=timeout_s)
+        making = pool.submit(
+            make_group,
+            host,
+            port,
+            world,
+            self._group_name,
+            backend,
+            timeout_s=timeout_s,
+            bucket_timeout_s=self._config.bucket_timeout_s,
+        )
         asked = pool.submit(
             self._server.client.init_group,
             host=host,
@@ -174,10 +196,26 @@ class _Line:
         group, self._group = self._group, None
         thread, self._thread = self._thread, None
         if group is not None:
+            self._left.append(self._group_name)
             abandon(group, self._config.group_backend)
         if thread is not None:
             self._outbox.put(None)
         self._outbox = queue.SimpleQueue()
+
+    def leave(self) -> None:
+        """Leave the group, and have the server leave it. One that was lost keeps its own: it may not answer."""
+        if self._group is not None:
+            self.end()
+            self._forget_left(_LEAVE_TIMEOUT_S)
+
+    def _forget_left(self, timeout_s: float) -> None:
+        while self._left:
+            name = self._left.pop()
+            try:
+                self._server.client.destroy_group(name, timeout_s=timeout_s)
+            except ServerError as err:
+                # Above all, a server that was restarted since has no such group.
+                log.info("%s was not told to leave group %s: %s", self.name, name, err)
 
     def _run(self) -> None:
         outbox, group, group_name = self._outbox, self._group, self._group_name
@@ -214,14 +252,20 @@ class _Line:
                     bucket=packed.bucket.index,
                 )
             time.sleep(0.0005)
-        return _error(answer)
+        if error := _error(answer):
+            return error
+        work.wait()  # raises what the broadcast met at this end
+        return None
 
 
-def make_group(host: str, port: int, world_size: int, name: str, backend: str, *, timeout_s: float) -> Any:
+def make_group(
+    host: str, port: int, world_size: int, name: str, backend: str, *, timeout_s: float, bucket_timeout_s: float
+) -> Any:
     """Rank 0 of the group that SGLang joins in `init_custom_process_group`; not part of torch's default one.
 
     The store's prefixes must be SGLang's: `name`, and what torch's own helper adds. Raises what torch
-    raises if not all ranks came in `timeout_s`, which also bounds each collective of a gloo group.
+    raises if not all ranks came in `timeout_s`, which also bounds each collective of a gloo group. NCCL's
+    watchdog ends this process when a collective is late, so it is given more than we wait ourselves.
     """
     from torch.distributed import distributed_c10d
 
@@ -236,7 +280,7 @@ def make_group(host: str, port: int, world_size: int, name: str, backend: str, *
     try:
         group, _ = c10d._new_process_group_helper(
             world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name,
-            timeout=limit, backend_options=None,
+            timeout=limit if backend == "gloo" else limit + timedelta(seconds=bucket_timeout_s), backend_options=None,
         )  # fmt: skip
     finally:
         if default is not None:

@@ -136,6 +136,9 @@ class ZmqTransport:
         self._thread = None
         self._context.destroy(linger=200)
 
+    def release(self) -> None:
+        """Nothing is kept from update to update."""
+
     def _on_host(self, packed: PackedBucket) -> PackedBucket:
         """The bucket in memory that libzmq can read: a pinned twin of each of the packer's CUDA slots."""
         if packed.memory.device.type == "cpu":

@@ -1,12 +1,18 @@
 """Updates of real SGLang servers, of both generations of its API, over a broadcast and over ZMQ."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import httpx
 import pytest
 
 from fp8bridge.cli.app import main
 from fp8bridge.cli.identity import identity_update
-from fp8bridge.errors import ServerMismatchError
+from fp8bridge.errors import ServerMismatchError, ServerRefusedError
 from tests.support import assert_same_bits
 
 from . import rig
@@ -288,3 +294,114 @@ def test_an_unknown_sender_s_call_does_not_end_the_server(servers):
         )
     server.post("/end_weight_update")
     assert server.weight_version()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_trainers_update_is_left_alone(servers, transport):
+    """Its session stays open and the server stays paused: it generates with nothing half loaded."""
+    server = servers["0.5.23"]
+
+    def theirs():
+        server.post("/pause_generation", {"mode": "abort"})
+        server.post("/begin_weight_update")
+
+    def check_theirs():
+        assert server.paused()
+        server.post("/end_weight_update")
+        server.post("/continue_generation", {"torch_empty_cache": False})
+
+    theirs()
+    with pytest.raises(ServerRefusedError, match=r"updated by another trainer .* doctor --server .* --repair"):
+        connect([server], weights(1), transport=transport)
+    check_theirs()
+    with connect([server], weights(1), transport=transport) as bridge:
+        theirs()
+        with pytest.raises(ServerRefusedError, match="updated by another trainer"):
+            bridge.update_weights(version=server.next_version())
+        check_theirs()
+
+
+def test_a_server_keeps_no_group_of_a_bridge_that_was_closed(servers):
+    server = servers["0.5.23"]
+    with connect([server], weights(1)) as bridge:
+        bridge.update_weights(version=server.next_version())
+    server.post("/begin_weight_update")
+    body = {"names": ["x"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "none"}
+    answer = httpx.post(f"{server.url}/update_weights_from_distributed", json=body, timeout=60)
+    server.post("/end_weight_update")
+    assert "Group none not in []" in answer.text
+
+
+KILLED_TRAINER = """
+import os, signal, sys
+from types import SimpleNamespace
+from tests.sglang.rig import connect, weights
+
+def die(done, total):
+    if done == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with connect([SimpleNamespace(url=sys.argv[1])], weights(12), transport=sys.argv[2]) as bridge:
+    bridge.update_weights(version=int(sys.argv[3]), on_progress=die)
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_claims_no_version_that_a_killed_trainer_has_broken(servers, transport, tmp_path):
+    server, model = servers["0.5.23"], weights(11)
+    number = server.next_version()
+    with connect([server], model, transport=transport) as bridge:
+        bridge.update_weights(version=number)
+    command = [sys.executable, "-c", KILLED_TRAINER, server.url, transport, str(number + 1)]
+    assert subprocess.run(command, cwd=rig.ROOT, timeout=120).returncode == -signal.SIGKILL
+    with pytest.raises(SystemExit) as done:
+        # Over ZMQ the server first waits until the trainer has been silent for a bucket's time limit.
+        main(["doctor", "--server", server.url, "--repair", "--timeout-s", "60"])
+    assert not done.value.code
+    assert not server.paused()
+    assert not server.weight_version().isdigit()
+    with connect([server], model, transport=transport) as bridge:
+        bridge.update_weights(version=number + 2)
+        assert bridge.verify()
+
+
+def test_a_broadcast_that_a_killed_trainer_began_takes_the_version_away_at_once(servers):
+    """Not only when someone repairs it: the router may look first."""
+    server = servers["0.5.17"]
+    number = server.next_version()
+    command = [sys.executable, "-c", KILLED_TRAINER, server.url, "nccl", str(number)]
+    assert subprocess.run(command, cwd=rig.ROOT, timeout=120).returncode == -signal.SIGKILL
+    assert server.weight_version().startswith("incomplete-")
+    server.post("/continue_generation", {"torch_empty_cache": False})
+    with connect([server], weights(1)) as bridge:
+        bridge.update_weights(version=number)
+        assert bridge.verify()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_that_stalls_is_named_in_time_and_lives_when_it_wakes(servers, transport):
+    good, slow = servers["0.5.17"], servers["0.5.23"]
+    model, number = weights(13), max(s.next_version() for s in (good, slow))
+    ranks = [p for p in rig.descendants(slow.process.pid) if b"scheduler" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+    def stall(done, total):
+        if done == 2:
+            for pid in ranks:
+                os.kill(pid, signal.SIGSTOP)
+
+    assert ranks
+    with connect([good, slow], model, transport=transport, bucket_timeout_s=7, keep_last=1) as bridge:
+        try:
+            report = bridge.update_weights(version=number, on_progress=stall)
+        finally:
+            for pid in ranks:
+                os.kill(pid, signal.SIGCONT)
+        assert list(report.fenced) == [slow.url]
+        assert good.weight_version() == str(number)
+        deadline = time.monotonic() + 60
+        while slow.paused() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert slow.process.poll() is None
+        bridge.admit(slow.url)
+        assert slow.weight_version() == str(number)
+        assert bridge.verify().keys() == {good.url, slow.url}
