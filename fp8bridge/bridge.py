@@ -247,13 +247,12 @@ class Bridge:
             return
         if isinstance(servers, str) or not servers:
             raise ConfigError(f"servers must be a list of at least one URL, got {servers!r}")
-        made = [self._server(s) for s in servers]
-        names = [s.name for s in made]
+        names = [s.rstrip("/") if isinstance(s, str) else s.name for s in servers]
         if len(set(names)) < len(names):
             raise ConfigError(f"a server is given twice: {', '.join(names)}")
-        if self.config.min_healthy > len(made):
-            raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(made)} servers")
-        self._set = ServerSet(made, on_state=self._on_state)
+        if self.config.min_healthy > len(names):
+            raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(names)} servers")
+        self._set = ServerSet([self._server(s) for s in servers], on_state=self._on_state)
         self._held.callback(self._set.close)
 
     def _probe(self) -> dict[str, Any]:

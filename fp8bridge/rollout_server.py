@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .config import BridgeConfig
-from .errors import ServerMismatchError
+from .errors import ConfigError, ServerMismatchError
 from .http import Http
 from .servers import HttpServer
 from .sglang.agent import LOADER
@@ -15,6 +15,8 @@ def open_server(
     url: str, *, timeout_s: float, api_key: str | None = None, config: BridgeConfig | None = None
 ) -> HttpServer | SglangServer:
     """An embedded server or a stock SGLang one, by its /server_info. Raises ServerError."""
+    if config is not None and config.transport == "loopback":
+        raise ConfigError(f"transport 'loopback' reaches objects in this process, not {url}; use transport='zmq'")
     http = Http(url, timeout_s=timeout_s, api_key=api_key)
     try:
         facts = http.call("GET", "/server_info")

@@ -279,7 +279,7 @@ def test_a_difference_in_name_shape_or_dtype_is_refused_at_connect(change, says)
         ({"bucket_nbytes": 0}, "bucket_nbytes must be a positive integer, got 0"),
         ({"bucket_nbytes": -5}, "got -5"),
         ({"bucket_nbytes": 1.5}, "got 1.5"),
-        ({"transport": "carrier-pigeon"}, "transport must be one of zmq, loopback; got 'carrier-pigeon'"),
+        ({"transport": "carrier-pigeon"}, "transport must be one of zmq, nccl, ipc, loopback; got 'carrier-pigeon'"),
         ({"rule": "round"}, "rule must be one of sglang, te, te_pow2, ue8m0; got 'round'"),
         ({"bucket_timeout_s": 0}, "bucket_timeout_s must be a positive number"),
         ({"min_healthy": 3}, "min_healthy is 3, but there are 1 servers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,14 +78,7 @@ def doctor(
     gpu = device()
     offered = features(found, gpu)
     servers = [check_server(url, timeout_s=timeout_s, api_key=api_key, repair=repair) for url in server or ()]
-    identities: list[dict[str, Any]] = []
-    for url in server or ():
-        if identity is None:
-            break
-        from .identity import identity_update
-
-        found_gap = identity_update(url, identity, transport=transport, pause_mode="abort", api_key=api_key)
-        identities.append(asdict(found_gap))
+    identities = _identities(server or (), identity, transport, api_key)
     if as_json:
         facts = {
             "identity": identities,
@@ -100,10 +94,19 @@ def doctor(
         for same in identities:
             read = f"{same['checked']} tensors read back" if same["checked"] else "its bytes cannot be read back"
             print(f"{same['url']}: identity update moves logprobs by {same['gap']:.3g} ({read})")
-    if any(same["gap"] > IDENTITY_GAP for same in identities):
+    if any(same["gap"] > IDENTITY_GAP for same in identities) or not all(check.usable for check in servers):
         raise typer.Exit(1)
-    if not all(check.usable for check in servers):
-        raise typer.Exit(1)
+
+
+def _identities(
+    urls: Iterable[str], checkpoint: Path | None, transport: str, api_key: str | None
+) -> list[dict[str, Any]]:
+    if checkpoint is None:
+        return []
+    from .identity import identity_update
+
+    options = {"transport": transport, "pause_mode": "abort", "api_key": api_key}
+    return [asdict(identity_update(url, checkpoint, **options)) for url in urls]
 
 
 def versions() -> dict[str, str | None]:
