@@ -69,7 +69,7 @@ def main():
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.02, help="of the total; buckets and scales are padded")
+    parser.add_argument("--tolerance", type=float, default=0.03, help="of the total; buckets and scales are padded")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
