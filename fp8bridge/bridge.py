@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from types import TracebackType
@@ -10,17 +11,21 @@ from typing import Any
 
 from .config import BridgeConfig
 from .errors import BridgeError, CommitError, ConfigError, RankError, VerifyError, error_from_dict
+from .exporters import Exporters
 from .gather import Gather
 from .layout import ServerLayout
+from .nvtx import ranges
 from .pack import SLOTS, Packer
 from .plan import Plan
 from .planner import make_plan
 from .preflight import resolve_layout
 from .protocols import RolloutServer
 from .ranks import Ranks, agree, connect_ranks
-from .report import ServerReport, Spread, Stopwatch, SyncReport
+from .report import ServerReport, Stopwatch, SyncReport
+from .reporting import decoded, encoded, facts_of, measured, states, sync_report
 from .servers import HttpServer
 from .session import Member, ServerSet, Update, check_version
+from .staging import unsigned
 from .transport import open_transport
 from .types import Shard, TensorMeta, WeightSource
 
@@ -62,8 +67,9 @@ class Bridge:
         self.config = config
         self._source = source
         self._last_version: int | None = None
-        self._sent: dict[str, int] = {}
+        self._sent: dict[int, bytes] = {}
         self._set: ServerSet | None = None
+        self._exporters: Exporters | None = None
         self._closed = False
         self._updating = threading.Lock()
         self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
@@ -102,9 +108,16 @@ class Bridge:
         if not self._updating.acquire(blocking=False):
             raise ConfigError("an update of this bridge is already running; wait for it to return")
         try:
-            return self._update(version, on_progress)
+            report = self._update(version, on_progress)
+        except BaseException as err:
+            if self._exporters is not None:
+                self._exporters.failure(version, err)
+            raise
         finally:
             self._updating.release()
+        if self._exporters is not None:
+            self._exporters.success(report)
+        return report
 
     def verify(self) -> dict[str, int]:
         """Prove that every healthy server holds the bytes of the last update: server -> tensors compared.
@@ -114,7 +127,7 @@ class Bridge:
         """
         self._require_open()
         sent: dict[str, int] = {}
-        for part in agree(self._ranks, lambda: self._sent):
+        for part in agree(self._ranks, self._sent_checksums):
             sent |= part
         if not sent:
             raise VerifyError("nothing to verify: no update has been made yet")
@@ -140,9 +153,9 @@ class Bridge:
             member.server.resume()
             member.state, member.version, member.reason = "healthy", None, ""
             self._set.add(member)
-            return _encoded(_states(self._set))
+            return encoded(states(self._set))
 
-        self._states = _decoded(agree(self._ranks, admit)[0])
+        self._states = decoded(agree(self._ranks, admit)[0])
 
     def close(self) -> None:
         """Release sockets and groups of this process. The servers keep their weights. Idempotent."""
@@ -152,6 +165,8 @@ class Bridge:
         if self._set is not None:
             self._set.close()
             self._set = None
+        if self._exporters is not None:
+            self._exporters.close()
         self._ranks.close()
 
     def _require_open(self) -> None:
@@ -171,10 +186,12 @@ class Bridge:
         hello = agree(self._ranks, self._probe)[0]
         layout = ServerLayout.from_hf_config(hello["config"])
         self._reported: dict[str, str | None] = hello["versions"]
+        start = time.perf_counter()
         self.plan = self._plan(layout)
+        self._facts = facts_of(self.plan, time.perf_counter() - start)
         self._gather = Gather(self.plan, self._ranks, self._source)
         self._packer = Packer(self.plan, self._ranks.rank)
-        self._states = _decoded(agree(self._ranks, self._preflight)[0])
+        self._states = decoded(agree(self._ranks, self._preflight)[0])
 
     def _server(self, server: str | RolloutServer) -> RolloutServer:
         if isinstance(server, str):
@@ -193,6 +210,7 @@ class Bridge:
         if self.config.min_healthy > len(made):
             raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(made)} servers")
         self._set = ServerSet(made)
+        self._exporters = Exporters(self.config)
 
     def _probe(self) -> dict[str, Any]:
         """Rank 0: the config whose layout everyone plans for, and the versions the servers claim."""
@@ -230,14 +248,15 @@ class Bridge:
         if self._set is None:
             return {}
         self._set.require(list(self._set.members.values()), lambda m: m.server.preflight(self.plan.manifest))
-        return _encoded(_states(self._set))
+        return encoded(states(self._set))
 
     # --- update
 
     def _update(self, version: int, on_progress: Progress | None) -> SyncReport:
-        watch = Stopwatch()
+        watch = Stopwatch(ranges())
         with watch.stage("check"):
             self._check(version)
+        watch.meet()
         update = Update(self._set, version, self.plan.manifest, self.config) if self._set else None
         try:
             self._open(update, watch)
@@ -248,7 +267,7 @@ class Bridge:
             self._transport.close(reason)
             if update is not None:
                 update.rollback(reason)
-                self._states = _states(self._set)
+                self._states = states(self._set)
             if isinstance(err, CommitError):
                 self._last_version = version  # some server has it; the number is used up
             raise
@@ -262,13 +281,7 @@ class Bridge:
         versions = agree(self._ranks, lambda: version)
         if len(set(versions)) > 1:
             raise ConfigError(f"the ranks were given different versions: {versions}")
-        agree(self._ranks, self._read_and_check)
-
-    def _read_and_check(self) -> None:
-        before_read = getattr(self._source, "before_read", None)
-        if before_read is not None:
-            before_read()
-        self._gather.check_finite()
+        agree(self._ranks, self._gather.check)
 
     def _open(self, update: Update | None, watch: Stopwatch) -> None:
         """Sessions on all servers, sockets on all senders, and the two connected."""
@@ -322,9 +335,10 @@ class Bridge:
             except Exception as err:  # noqa: BLE001 - raised below, when no rank waits for this one any more
                 error = error or err
                 continue
-            self._transport.send(packed)
+            with watch.stage("wire"):
+                self._transport.send(packed)
             in_slot.append(bucket.index)
-            self._sent |= {e.name: c for e, c in zip(packed.bucket.entries, packed.checksums, strict=True)}
+            self._sent[bucket.index] = packed.checksums
             if on_progress:
                 on_progress(len(in_slot), total)
         if error is not None:
@@ -342,32 +356,27 @@ class Bridge:
                     return {}
                 update.settle(self._failures)
                 update.commit()
-                return _encoded(_states(self._set))
+                return encoded(states(self._set))
 
-            self._states = _decoded(agree(self._ranks, settle_and_commit)[0])
+            self._states = decoded(agree(self._ranks, settle_and_commit)[0])
 
     def _report(self, version: int, watch: Stopwatch, update: Update | None) -> SyncReport:
-        mine = {
-            "seconds": watch.total,
-            "stages": watch.seconds,
-            "paused_s": update.paused_s if update else 0.0,
-            "extra_nbytes": self._gather.extra_nbytes + self._packer.extra_nbytes,
-        }
-        ranks = agree(self._ranks, lambda: mine)
-        return SyncReport(
-            version=version,
-            seconds=max(r["seconds"] for r in ranks),
-            stages={name: Spread.of([r["stages"][name] for r in ranks]) for name in watch.seconds},
-            paused_s=ranks[0]["paused_s"],
-            nbytes=self.plan.nbytes,
-            nbytes_gathered=self.plan.gathered_nbytes(),
-            buckets=len(self.plan.manifest.buckets),
-            rule=self.plan.rule,
-            plan_hash=self.plan.hash,
-            servers=self.servers,
-            fallbacks=tuple(self.plan.fallbacks()),
-            extra_nbytes=Spread.of([r["extra_nbytes"] for r in ranks]),
+        mine = measured(
+            watch,
+            paused_s=update.paused_s if update else 0.0,
+            extra_nbytes=self._gather.extra_nbytes + self._packer.extra_nbytes,
+            traced=self.config.trace_path is not None,
         )
+        return sync_report(version, self._facts, self.servers, agree(self._ranks, lambda: mine))
+
+    def _sent_checksums(self) -> dict[str, int]:
+        """Wire name -> checksum of what this rank packed in the last update."""
+        buckets = self.plan.manifest.buckets
+        return {
+            entry.name: value
+            for index, checksums in self._sent.items()
+            for entry, value in zip(buckets[index].entries, unsigned(checksums), strict=True)
+        }
 
     def _compare(self, sent: dict[str, int]) -> dict[str, int]:
         if self._set is None:
@@ -383,16 +392,3 @@ class Bridge:
                     tensor=wrong[0],
                 )
         return {name: len(sent) for name in found}
-
-
-def _states(servers: ServerSet | None) -> dict[str, ServerReport]:
-    members = servers.members.values() if servers else ()
-    return {m.name: ServerReport(m.state, m.version, m.reason) for m in members}
-
-
-def _encoded(states: dict[str, ServerReport]) -> dict[str, Any]:
-    return {name: [s.state, s.version, s.reason] for name, s in states.items()}
-
-
-def _decoded(data: dict[str, Any]) -> dict[str, ServerReport]:
-    return {name: ServerReport(*fields) for name, fields in data.items()}

@@ -71,6 +71,15 @@ class BridgeConfig:
     collective_timeout_s: float = 600.0
     """Longest wait of one trainer rank for another."""
 
+    report_path: str | None = None
+    """A file to which rank 0 appends a JSON line for each update."""
+
+    trace_path: str | None = None
+    """A file for a Chrome trace of the updates (Perfetto opens it): every stage on every rank. Rank 0 writes it."""
+
+    metrics_port: int | None = None
+    """Port of `host` on which rank 0 serves Prometheus metrics (the `metrics` extra). 0 takes any free one."""
+
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, TRANSPORTS)
         _one_of("senders", self.senders, ("all", "first"))
@@ -79,6 +88,10 @@ class BridgeConfig:
             _one_of("rule", self.rule, RULES)
         _positive_int("bucket_nbytes", self.bucket_nbytes)
         _positive_int("min_healthy", self.min_healthy)
+        if self.metrics_port is not None and (
+            type(self.metrics_port) is not int or not 0 <= self.metrics_port < 65536
+        ):
+            raise ConfigError(f"metrics_port must be a port number, 0 to 65535, got {self.metrics_port!r}")
         for each in fields(self):
             if each.name.endswith("timeout_s"):
                 value = getattr(self, each.name)

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from .config import BridgeConfig
@@ -45,6 +45,8 @@ class Member:
     state: State = "healthy"
     version: int | None = None
     reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the last version it committed: `report.SERVER_STAGES`."""
     releasing: Future[None] | None = None
     """Abort and resume of a fenced server, still under way; the others do not wait for it."""
 
@@ -268,10 +270,15 @@ class Update:
             member.server.begin(token, self._manifest.hash, lease_s=lease_s)
 
     def _commit_one(self, member: Member) -> None:
-        member.server.commit(self._tokens[member.name], str(self.version))
+        start = time.perf_counter()
+        load_s = member.server.commit(self._tokens[member.name], str(self.version))
+        committed = time.perf_counter()
         if self._config.pause_mode != "in_place":
             member.server.flush_cache()
         member.server.resume()
+        member.seconds = {"commit": committed - start, "paused": time.perf_counter() - self._paused_at}
+        if load_s is not None:
+            member.seconds["load"] = load_s
 
     def _release(self, member: Member) -> None:
         """Abort, then resume; also where the abort got no answer. A refusal means that the session there is

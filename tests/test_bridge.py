@@ -170,8 +170,17 @@ def test_report_has_stages_bytes_and_servers_and_is_json():
     assert data["nbytes"] == bridge.plan.nbytes
     assert set(data["stages"]) == {"check", "begin", "open", "gather", "pack", "wire", "commit"}
     assert all(s["min"] <= s["median"] <= s["max"] for s in data["stages"].values())
+    seconds = data["servers"]["a"].pop("seconds")
     assert data["servers"]["a"] == {"state": "healthy", "version": 1, "reason": ""}
+    assert set(seconds) == set(data["server_stages"]) == {"load", "commit", "paused"}
+    assert 0 < seconds["load"] < seconds["paused"] <= data["paused_s"] < data["seconds"]
+    assert data["nbytes_sent"] == 2 * data["nbytes"]
+    assert data["gbytes_per_s"] == pytest.approx(data["nbytes_sent"] / data["seconds"] / 1e9)
+    assert set(data["stage_gbytes_per_s"]) == {"gather", "pack", "send"}
+    assert data["plan_s"] > 0
     assert data["extra_nbytes"]["max"] > 0
+    assert "traces" not in data
+    assert report.traces == (), "kept only where a trace is asked for"
     assert seen == [(i + 1, report.buckets) for i in range(report.buckets)]
 
 

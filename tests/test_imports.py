@@ -26,15 +26,18 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("wire", "msgpack"),
     ("plan", ""),
     ("planner protocols", ""),
+    ("exporters", "prometheus_client"),
     ("preflight", ""),
     # arithmetic
     ("kernels.*", "torch triton"),
     # stages; siblings never know each other
     ("ranks", "torch torch.distributed"),
-    ("staging", "torch"),
+    ("nvtx", "torch"),
+    ("staging parameters", "torch"),
     ("gather pack receiver servers transport.zmq transport.loopback", "torch numpy zmq httpx"),
     ("transport", ""),
     ("session", ""),
+    ("reporting", ""),
     # the whole
     ("bridge", ""),
     ("fp8bridge", ""),
@@ -46,8 +49,26 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("__main__", ""),
 )
 KERNELS_MAY_IMPORT = {"errors"}
-ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray"}
-OPTIONAL = ("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers")
+ONLY_IN_FUNCTIONS = {
+    "prometheus_client",
+    "matplotlib",
+    "megatron",
+    "transformer_engine",
+    "sglang",
+    "transformers",
+    "ray",
+}
+OPTIONAL = (
+    "prometheus_client",
+    "matplotlib",
+    "megatron",
+    "transformer_engine",
+    "sglang",
+    "triton",
+    "starlette",
+    "uvicorn",
+    "transformers",
+)
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 

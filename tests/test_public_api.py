@@ -39,6 +39,9 @@ CONFIG_FIELDS = [
     "open_timeout_s",
     "bucket_timeout_s",
     "collective_timeout_s",
+    "report_path",
+    "trace_path",
+    "metrics_port",
 ]
 BRIDGE_MEMBERS = ["admit", "close", "servers", "update_weights", "verify"]
 

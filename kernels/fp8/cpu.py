@@ -31,7 +31,10 @@ def has_nonfinite(x: torch.Tensor) -> bool:
         return False
     if x.element_size() == 1:
         x = x.to(torch.float32)
-    return not bool(torch.isfinite(x).all())
+    if x.numel() == 0:
+        return False
+    low, high = torch.aminmax(x)  # both are NaN if any element is
+    return not bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def encode(scaled: torch.Tensor, out: torch.Tensor, *, nonfinite: bool) -> None:
