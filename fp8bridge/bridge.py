@@ -15,7 +15,7 @@ from .exporters import Exporters
 from .gather import Gather
 from .layout import ServerLayout
 from .nvtx import ranges
-from .pack import SLOTS, Packer
+from .pack import Packer
 from .plan import Plan
 from .planner import make_plan
 from .preflight import resolve_layout
@@ -312,7 +312,8 @@ class Bridge:
 
     def _send_mine(self, watch: Stopwatch, on_progress: Progress | None) -> dict[str, Any]:
         error: Exception | None = None
-        in_slot: list[int] = []
+        in_flight: list[int] = []
+        self._packer.begin()
         total = sum(b.owner == self._ranks.rank for b in self.plan.manifest.buckets)
         self._sent = {}
         for round_index in range(len(self.plan.rounds)):
@@ -320,10 +321,12 @@ class Bridge:
             try:
                 bucket, memory = self._gather.bucket(round_index), None
                 if bucket is not None:
-                    if len(in_slot) >= SLOTS:
+                    slot, before = self._packer.reserve(bucket)
+                    if before in in_flight:
                         with watch.stage("wire"):
-                            self._transport.wait(in_slot[-SLOTS])
-                    memory = self._packer.memory(bucket, len(in_slot) % SLOTS, self._gather.device)
+                            self._transport.wait(before)
+                        in_flight.remove(before)
+                    memory = self._packer.memory(bucket, slot, self._gather.device)
                 with watch.stage("gather"):
                     matrices = self._gather.round(round_index, memory)
                 if bucket is None or memory is None or error is not None:
@@ -337,14 +340,14 @@ class Bridge:
                 continue
             with watch.stage("wire"):
                 self._transport.send(packed)
-            in_slot.append(bucket.index)
+            in_flight.append(bucket.index)
             self._sent[bucket.index] = packed.checksums
             if on_progress:
-                on_progress(len(in_slot), total)
+                on_progress(len(self._sent), total)
         if error is not None:
             raise error
         with watch.stage("wire"):
-            for index in in_slot[-SLOTS:]:
+            for index in in_flight:
                 self._transport.wait(index)
         return {name: err.to_dict() for name, err in self._transport.failures.items()}
 

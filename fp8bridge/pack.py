@@ -1,6 +1,7 @@
 """Matrices to a bucket of wire bytes: quantize and copy straight to the final offsets.
 
-Two slots, made once and used in turn: bucket n + 1 is packed while bucket n is on the wire.
+Two slots, made once and used in turn: bucket n + 1 is packed while bucket n is on the wire. A third is made
+where a tensor is larger than a bucket.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from .protocols import Matrices, PackedBucket
 from .staging import as_bytes
 
 SLOTS = 2
+OVERSIZED = SLOTS
+"""The slot of buckets that are one tensor larger than a bucket may be: two such are rarely neighbours, and memory
+stays at two buckets and the largest tensor."""
 
 
 class Packer:
@@ -23,23 +27,40 @@ class Packer:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._items = plan.items_by_bucket()
-        self._largest = max((b.nbytes for b in plan.manifest.buckets if b.owner == rank), default=0)
-        self._slots: list[torch.Tensor] = []
+        self._sizes = [b.nbytes for b in plan.manifest.buckets if b.owner == rank]
+        self._memories: dict[int, torch.Tensor] = {}
+        self._occupants: dict[int, int] = {}
+        self._placed = 0
         self._tables: dict[int, tuple[list[Item], PackTable, ChecksumTable]] = {}
         self._stamps: dict[int, object] = {}
         """Bucket -> the stamp of the matrices whose addresses its table has."""
 
     @property
     def extra_nbytes(self) -> int:
-        """Memory of the two slots."""
-        return sum(s.numel() for s in self._slots)
+        """Memory of the slots."""
+        return sum(s.numel() for s in self._memories.values())
+
+    def begin(self) -> None:
+        """A new update: every slot is free."""
+        self._occupants = {}
+        self._placed = 0
+
+    def reserve(self, bucket: Bucket) -> tuple[int, int | None]:
+        """(slot for `bucket`, the bucket in it that must have been acknowledged before it is written again)."""
+        slot = OVERSIZED
+        if bucket.nbytes <= self._plan.bucket_nbytes:
+            slot = self._placed % SLOTS
+            self._placed += 1
+        before, self._occupants[slot] = self._occupants.get(slot), bucket.index
+        return slot, before
 
     def memory(self, bucket: Bucket, slot: int, device: torch.device) -> torch.Tensor:
-        """Flat uint8 memory for `bucket` in slot `slot`, of its size. It may be written again once the
-        transport has waited for the bucket that stood there."""
-        while len(self._slots) <= slot:
-            self._slots.append(torch.empty(self._largest, dtype=torch.uint8, device=device))
-        return self._slots[slot][: bucket.nbytes]
+        """Flat uint8 memory of `bucket` in its slot, of its size."""
+        if slot not in self._memories:
+            oversized = slot == OVERSIZED
+            sizes = [n for n in self._sizes if (n > self._plan.bucket_nbytes) == oversized]
+            self._memories[slot] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        return self._memories[slot][: bucket.nbytes]
 
     def pack(self, bucket: Bucket, memory: torch.Tensor, matrices: Matrices) -> PackedBucket:
         """Fill `memory` with what `matrices` says is left to pack.

@@ -192,6 +192,20 @@ def test_memory_is_two_buckets_whatever_the_model():
     assert report.extra_nbytes.max <= 2 * 130_000
 
 
+def test_memory_is_two_buckets_and_the_largest_tensor_where_tensors_are_larger_than_a_bucket():
+    model = {"model.embed_tokens.weight": torch.randn(500, 192).bfloat16()} | tiny_model(layers=3)
+    model["lm_head.weight"] = torch.randn(510, 192).bfloat16()
+    server = ZmqThreadServer("a", layout=FP8_LAYOUT)
+    with connect([server], model, transport="zmq", bucket_nbytes=70_000) as bridge:
+        for version in (1, 2):
+            report = bridge.update_weights(version=version)
+            model["model.norm.weight"].mul_(2)
+    assert len([n for n in report.fallbacks if n.startswith("oversized")]) == 2
+    assert 510 * 192 * 2 < report.extra_nbytes.max <= 2 * 70_000 + 510 * 192 * 2
+    model["model.norm.weight"].div_(2)
+    assert_same_bits(server.tensors, expected_wire(model))
+
+
 # --- bad input: refused, and nothing is sent
 
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("errors", ""),
     ("types", ""),
     # decisions: pure data, nothing that needs torch
-    ("config layout report", ""),
+    ("config layout report models", ""),
     ("wire", "msgpack"),
     ("plan", ""),
     ("planner protocols", ""),
@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
+    ("bench.*", "torch numpy zmq rich matplotlib"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx"),
     ("__main__", ""),
