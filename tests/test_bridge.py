@@ -193,7 +193,7 @@ def test_memory_is_two_buckets_whatever_the_model():
 
 
 def test_memory_is_two_buckets_and_the_largest_tensor_where_tensors_are_larger_than_a_bucket():
-    model = {"model.embed_tokens.weight": torch.randn(500, 192).bfloat16()} | tiny_model(layers=3)
+    model = tiny_model(layers=3) | {"model.embed_tokens.weight": torch.randn(500, 192).bfloat16()}
     model["lm_head.weight"] = torch.randn(510, 192).bfloat16()
     server = ZmqThreadServer("a", layout=FP8_LAYOUT)
     with connect([server], model, transport="zmq", bucket_nbytes=70_000) as bridge:

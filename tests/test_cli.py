@@ -70,7 +70,7 @@ def test_both_ways_to_start(start):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == ["demo", "plan", "doctor", "serve"]
+    assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == ["demo", "plan", "doctor", "serve", "bench"]
 
 
 def test_help_and_plan_load_nothing_heavy(config):

@@ -62,7 +62,7 @@ class SocketSink:
         self._socket = socket
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._socket.send(memoryview(tensor.cpu().numpy()), copy=False)
+        self._socket.send(tensor.cpu().numpy().data, copy=False)
 
     def wait(self) -> None:
         self._socket.send(_END)

@@ -30,7 +30,8 @@ def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
     target.copy_(source)
     marks[1].record()
     torch.cuda.synchronize(source.device)
-    return marks[0].elapsed_time(marks[1]) / 1e3
+    milliseconds: float = marks[0].elapsed_time(marks[1])
+    return milliseconds / 1e3
 
 
 def socket_gbytes_per_s(message_nbytes: int, *, streams: int = 1, total_nbytes: int = 1 << 30) -> float:

@@ -11,6 +11,7 @@ import typer
 from fp8bridge import __version__
 from fp8bridge.errors import BridgeError
 
+from . import bench
 from .demo import demo
 from .doctor import doctor
 from .plan import plan
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 for command in (demo, plan, doctor, serve):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
