@@ -42,8 +42,8 @@ class _Round:
 
     bucket: the one this rank fills, if any. outgoing, incoming: peer -> its parts. own: shards of its bucket
     that this rank quantizes or stages for itself. sent, received: peer -> byte range of its message in the memory.
-    staged: item position -> offset of its matrix in staging memory. direct: shards that are whole tensors
-    here, packed from where they are.
+    staged: item position -> offset of its matrix in staging memory. direct: shards that are packed
+    from where they are.
     """
 
     bucket: Bucket | None
@@ -145,17 +145,15 @@ class Gather:
         quantize_pack(table, [self._parameters.box(p.shard) for p in parts], sending)
         self._packed[index] = epoch if self._parameters.lasts(p.shard for p in parts) else None
 
-    def _matrices(self, plan: _Round, staging: torch.Tensor) -> list[torch.Tensor | None]:
-        """Where each item stands: the live parameter, staging memory, or None (at its place already)."""
+    def _matrices(self, plan: _Round, staging: torch.Tensor) -> list[torch.Tensor]:
+        """What `Matrices.make` gives: live parameters, and staged items."""
         assert plan.bucket is not None, "asked for the items of a bucket this rank fills"
-        matrices: list[torch.Tensor | None] = []
+        matrices: list[torch.Tensor] = []
         for position, item in enumerate(self._items[plan.bucket.index]):
-            if item.at_source:
-                matrices.append(None)
-            elif position in plan.staged:
+            if position in plan.staged:
                 matrices.append(_staged(item, staging, plan.staged[position]))
-            else:
-                matrices.append(self._parameters.box(item.shards[0]))
+            elif not item.at_source:
+                matrices += [self._parameters.box(shard) for shard in item.shards]
         return matrices
 
     def _place(
@@ -228,6 +226,7 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
     """Offsets of every message and staged matrix of a round, the same arithmetic on both ends."""
     mine = next((b for i in plan.rounds[index] if (b := plan.manifest.buckets[i]).owner == rank), None)
     made = _Round(mine)
+    block = plan.layout.block
     outgoing: dict[int, list[tuple[Item, Shard]]] = defaultdict(list)
     incoming: dict[int, list[tuple[Item, Shard]]] = defaultdict(list)
     own: list[tuple[Item, Shard]] = []
@@ -238,9 +237,8 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
                     incoming[shard.rank].append((item, shard))
                 elif item.owner != rank and shard.rank == rank:
                     outgoing[item.owner].append((item, shard))
-                elif item.owner == rank and (item.at_source or len(item.shards) > 1):
+                elif item.owner == rank and (item.at_source or not item.in_bands(block)):
                     own.append((item, shard))
-    block = plan.layout.block
     for peer in sorted(outgoing):
         made.outgoing[peer], end = _lay_out(outgoing[peer], made.sending_nbytes, block)
         made.sent[peer] = (made.sending_nbytes, end)
@@ -253,8 +251,8 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
     for position, item in enumerate(items_of[mine.index] if mine else []):
         if item.at_source:
             continue
-        if len(item.shards) == 1 and item.shards[0].rank == rank:
-            made.direct.append(item.shards[0])
+        if item.in_bands(block):
+            made.direct += item.shards
         else:
             made.staged[position] = made.staging_nbytes
             made.staging_nbytes += _aligned(item.meta.nbytes, _ALIGN)

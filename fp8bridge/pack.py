@@ -6,6 +6,8 @@ where a tensor is larger than a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .errors import NonFiniteError
@@ -14,6 +16,7 @@ from .layout import SCALE_SUFFIX
 from .plan import Bucket, Entry, Item, Plan
 from .protocols import Matrices, PackedBucket
 from .staging import as_bytes
+from .types import ITEMSIZE, Shard
 
 SLOTS = 2
 OVERSIZED = SLOTS
@@ -71,8 +74,7 @@ class Packer:
         if table.remembers and self._stamps.get(bucket.index) == matrices.stamp is not None:
             flags = table.launch_again(memory)
         else:
-            left = [m for m in matrices.make() if m is not None]
-            sources = [self._cast(i, m) for i, m in zip(items, left, strict=True)]
+            sources = [self._cast(i, m) for i, m in zip(items, matrices.make(), strict=True)]
             flags = quantize_pack(table, sources, memory)
             copied = any(i.action == "cast" for i in items)
             self._stamps[bucket.index] = None if copied else matrices.stamp
@@ -86,24 +88,37 @@ class Packer:
         return matrix.to(getattr(torch, self._plan.layout.dtype)) if item.action == "cast" else matrix
 
     def _table(self, bucket: Bucket, device: torch.device) -> tuple[list[Item], PackTable, ChecksumTable]:
-        """The items that are packed here (shards of the others came quantized), and the bucket's tables."""
+        """The item of each matrix that is packed here, and the bucket's tables."""
         if bucket.index not in self._tables:
-            items = [i for i in self._items[bucket.index] if not i.at_source]
             entries = {e.name: e for e in bucket.entries}
             rule, block = self._plan.rule or "sglang", self._plan.layout.block or (128, 128)
-            pack_items = [self._pack_item(item, entries) for item in items]
+            pieces = [
+                (item, self._pack_item(item, shard, entries))
+                for item in self._items[bucket.index]
+                for shard in self._pieces(item)
+            ]
             spans = [(e.offset, e.nbytes) for e in entries.values()]
             self._tables[bucket.index] = (
-                items,
-                PackTable.build(pack_items, rule=rule, block=block, device=device),
+                [item for item, _ in pieces],
+                PackTable.build([piece for _, piece in pieces], rule=rule, block=block, device=device),
                 ChecksumTable.build(spans, device=device),
             )
         return self._tables[bucket.index]
 
-    def _pack_item(self, item: Item, entries: dict[str, Entry]) -> PackItem:
+    def _pieces(self, item: Item) -> Sequence[Shard | None]:
+        """See `Matrices.make`; None is the whole item."""
+        if item.at_source:
+            return ()
+        return item.shards if item.in_bands(self._plan.layout.block) else (None,)
+
+    def _pack_item(self, item: Item, shard: Shard | None, entries: dict[str, Entry]) -> PackItem:
         rows, cols = item.meta.matrix
-        offset = entries[item.meta.name].offset
-        if item.action == "quantize":
-            scale_offset = entries[item.meta.name + SCALE_SUFFIX].offset
-            return PackItem(rows, cols, item.meta.dtype, offset, scale_offset)
-        return PackItem(rows, cols, entries[item.meta.name].dtype, offset, None)
+        first, rows = (0, rows) if shard is None else (shard.dst_row, shard.rows)
+        entry = entries[item.meta.name]
+        offset = entry.offset + first * cols * ITEMSIZE[entry.dtype]
+        block = self._plan.layout.block
+        if item.action != "quantize" or block is None:
+            return PackItem(rows, cols, entry.dtype, offset, None)
+        scales = entries[item.meta.name + SCALE_SUFFIX]
+        scale_offset = scales.offset + 4 * (first // block[0]) * scales.shape[1]
+        return PackItem(rows, cols, item.meta.dtype, offset, scale_offset)

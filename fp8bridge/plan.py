@@ -111,6 +111,17 @@ class Item:
             return shard.rows * shard.cols + 4 * scales
         return shard.rows * shard.cols * ITEMSIZE[self.meta.dtype]
 
+    def in_bands(self, block: tuple[int, int] | None) -> bool:
+        """Every shard lies on the owner and is a run of whole rows that begins and ends with scale blocks: they are
+        packed one by one from where they are, to the bits of the whole."""
+        rows, cols = self.meta.matrix
+        step = block[0] if block and self.action == "quantize" else 1
+        return bool(self.shards) and all(
+            (s.rank, s.dst_col, s.cols, s.dst_row % step) == (self.owner, 0, cols, 0)
+            and (s.rows % step == 0 or s.dst_row + s.rows == rows)
+            for s in self.shards
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -30,13 +30,13 @@ class Matrices:
     """What is still to be packed into a bucket, as the gather hands it to the packer.
 
     stamp: equal in two updates whose matrices lie in the same places, so that addresses of the first are good
-    for the second; None where nobody can tell. make(): for each item of the bucket its 2-D matrix, or None
-    where codes and scales are in place already. Views of parameters or scratch memory, valid until the next
-    round.
+    for the second; None where nobody can tell. make(): the 2-D matrices, in the order of the bucket's items: each
+    shard of an item that is `in_bands`, else the whole item; nothing for those that come quantized (`at_source`).
+    Views of parameters or scratch memory, valid until the next round.
     """
 
     stamp: tuple[int, ...] | None
-    make: Callable[[], list[torch.Tensor | None]]
+    make: Callable[[], list[torch.Tensor]]
 
 
 class Transport(Protocol):

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("exporters", "prometheus_client"),
     ("preflight", ""),
     # arithmetic
-    ("kernels.*", "torch triton"),
+    ("kernels.*", "torch numpy triton"),
     # stages; siblings never know each other
     ("ranks", "torch torch.distributed"),
     ("nvtx", "torch"),
@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
-    ("bench.*", "torch numpy zmq rich matplotlib"),
+    ("bench.*", "torch triton numpy zmq rich matplotlib"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx"),
     ("__main__", ""),

@@ -39,9 +39,8 @@ class ScatterServer(LoopbackServer):
         for bucket in manifest.buckets:
             items, views = [], []
             for e in bucket.entries:
-                rows, cols = (e.shape[0] if e.shape else 1), e.nbytes // max(1, e.shape[0] if e.shape else 1)
-                items.append(UnpackItem(rows, cols, "uint8", e.offset))
-                views.append(self.tensors[e.name].view(-1).view(torch.uint8).view(rows, cols))
+                items.append(UnpackItem(1, e.nbytes, "uint8", e.offset))
+                views.append(self.tensors[e.name].view(-1).view(torch.uint8).view(1, e.nbytes))
             self._bound[bucket.index] = UnpackTable.build(items, device=self._device).bind(views)
 
     def begin(self, token: str, manifest_hash: str, *, lease_s: float) -> None:
@@ -116,7 +115,7 @@ class ProcessServer:
 
 @contextmanager
 def start_servers(
-    transport: str, servers: Sequence[str] | int, layout: ServerLayout, *, device: torch.device, threads: int = 4
+    transport: str, servers: Sequence[str] | int, layout: ServerLayout, *, device: torch.device, threads: int = 8
 ) -> Iterator[list[str | RolloutServer]]:
     """Servers for one configuration: URLs as they are, or that many of this benchmark's own."""
     if not isinstance(servers, int):

@@ -73,15 +73,16 @@ def run_case(case: Case, source: SyntheticSource, progress: Progress = lambda *_
         start_servers(case.transport, _given(case), layout, device=device) as servers,
         _connected(case, source, servers) as bridge,
     ):
-        base_nbytes = _allocated(device)
+        base_nbytes, peak = _allocated(device), 0
         for version in range(1, case.repeat + 2):
             reports.append(
                 bridge.update_weights(version=_next(bridge, version), on_progress=_of(progress, case, version))
             )
+            peak = max(peak, _peak(device) - base_nbytes)
             if version in (1, case.repeat + 1):
                 bridge.verify()
             source.step()
-        peak = _peak(device) - base_nbytes
+            _allocated(device)
         sent = bridge._sent_checksums()
         summary = bridge.plan.summary()
         largest = max(e.nbytes for b in bridge.plan.manifest.buckets for e in b.entries)
