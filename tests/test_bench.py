@@ -156,7 +156,21 @@ def test_the_command_writes_json_table_and_plot(tmp_path, capsys):
         "1",
     ]
     with pytest.raises(SystemExit) as stop:
-        main([*words, "--sweep", "model", "--steps", "1,2", "--device", "cpu", "--out", str(tmp_path / "out")])
+        main(
+            [
+                *words,
+                "--repeat",
+                "1",
+                "--sweep",
+                "model",
+                "--steps",
+                "1,2",
+                "--device",
+                "cpu",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "of ceiling" in out

@@ -22,10 +22,10 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("errors", ""),
     ("types", ""),
     # decisions: pure data, nothing that needs torch
-    ("config layout report models", ""),
+    ("config layout report models topology", ""),
     ("wire", "msgpack"),
     ("plan", ""),
-    ("planner protocols", ""),
+    ("planner protocols predict", ""),
     ("exporters", "prometheus_client"),
     ("preflight", ""),
     # arithmetic

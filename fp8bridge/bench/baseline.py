@@ -129,7 +129,7 @@ def run_baseline(
         with _timed(seconds, "concatenate"):
             flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in wire])
         at = 0
-        for name, tensor in wire:
+        for _, tensor in wire:
             nbytes = tensor.numel() * tensor.element_size()
             with _timed(seconds, "send"):
                 for _ in range(servers):
