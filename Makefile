@@ -44,7 +44,7 @@ clean:  ## remove the virtual environment, caches and builds
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@echo "Installing into $(VENV): a few minutes the first time."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e ".[dev,engine,megatron,serve]"
+	@$(PIP_INSTALL) -e ".[dev,engine,megatron,serve,bench,metrics]"
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core
 	@$(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/te transformer-engine
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
@@ -11,17 +12,20 @@ from typing import Any
 
 from .config import BridgeConfig
 from .errors import CommitError, ConfigError, VerifyError, VersionError
+from .exporters import Exporters
 from .gather import Gather
 from .layout import ServerLayout
+from .nvtx import ranges
 from .plan import Plan
 from .planner import make_plan
 from .preflight import resolve_layout
 from .protocols import RolloutServer
 from .ranks import Ranks, agree, connect_ranks
-from .report import ServerReport, Spread, Stopwatch, SyncReport
+from .report import ServerReport, Stopwatch, SyncReport
+from .reporting import compare, decoded, encoded, facts_of, measured, states, sync_report
 from .rollout_server import open_server
 from .sending import Progress, Sender
-from .session import Member, OnState, ServerSet, Update, check_version, decoded_states, encoded_states, server_reports
+from .session import Member, OnState, ServerSet, Update, check_version
 from .snapshots import Snapshots
 from .transport import open_transport
 from .types import Shard, TensorMeta, WeightSource
@@ -76,6 +80,7 @@ class Bridge:
         self._current: int | None = None
         self._set: ServerSet | None = None
         self._held = ExitStack()
+        self._exporters: Exporters | None = None
         self._closed = False
         self._updating = threading.Lock()
         self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
@@ -112,10 +117,7 @@ class Bridge:
         RankError.
         """
         with self._alone():
-            watch = Stopwatch()
-            with watch.stage("check"):
-                self._check(version)
-            return self._update(version, watch, lambda: self._sender.send(version, watch, on_progress))
+            return self._told(version, lambda: self._update_now(version, on_progress))
 
     def rollback(self, version: int | None = None, *, on_progress: Progress | None = None) -> SyncReport:
         """Give every healthy server a version that is kept (`BridgeConfig.keep_last`) again, under its number.
@@ -125,9 +127,12 @@ class Bridge:
         version is not kept, else as `update_weights` does.
         """
         with self._alone():
-            watch = Stopwatch()
-            version = agree(self._ranks, lambda: self._kept_version(version))[0]
-            return self._update(version, watch, lambda: self._sender.resend(version, watch, on_progress))
+            watch = Stopwatch(ranges())
+            found: int = agree(self._ranks, lambda: self._kept_version(version))[0]
+            watch.meet()
+            return self._told(
+                found, lambda: self._update(found, watch, lambda: self._sender.resend(found, watch, on_progress))
+            )
 
     @property
     def kept_versions(self) -> list[int]:
@@ -142,11 +147,11 @@ class Bridge:
         """
         self._require_open()
         sent: dict[str, int] = {}
-        for part in agree(self._ranks, lambda: self._sender.sent):
+        for part in agree(self._ranks, self._sender.sent_checksums):
             sent |= part
         if not sent:
             raise VerifyError("nothing to verify: no update has been made yet")
-        counts: dict[str, int] = agree(self._ranks, lambda: self._compare(sent))[0]
+        counts: dict[str, int] = agree(self._ranks, lambda: compare(sent, self.server_checksums()))[0]
         return counts
 
     def server_checksums(self) -> dict[str, dict[str, int]]:
@@ -169,10 +174,10 @@ class Bridge:
         """
         with self._alone():
             name = server.rstrip("/") if isinstance(server, str) else server.name
-            self._states = decoded_states(agree(self._ranks, lambda: self._admit(name, server))[0])
+            self._states = decoded(agree(self._ranks, lambda: self._admit(name, server))[0])
             if self._current is None or self._current not in self._snapshots.versions:
                 return
-            watch, version = Stopwatch(), self._current
+            watch, version = Stopwatch(ranges()), self._current
             self._update(version, watch, lambda: self._sender.resend(version, watch, None), only=name)
 
     def _admit(self, name: str, server: str | RolloutServer) -> dict[str, Any]:
@@ -188,7 +193,7 @@ class Bridge:
         member.version = None
         self._set.add(member)
         self._set.move(member, "catching_up")
-        return encoded_states(server_reports(self._set))
+        return encoded(states(self._set))
 
     def close(self) -> None:
         """Release sockets and groups of this process. The servers keep their weights. Idempotent.
@@ -229,11 +234,13 @@ class Bridge:
         hello = agree(self._ranks, self._probe)[0]
         layout = ServerLayout.from_hf_config(hello["config"])
         self._reported: dict[str, str | None] = hello["versions"]
+        start = time.perf_counter()
         self.plan = self._plan(layout)
+        self._facts = facts_of(self.plan, time.perf_counter() - start)
         self._gather = Gather(self.plan, self._ranks, self._source)
         self._snapshots = Snapshots(self.config.keep_last)
         self._sender = Sender(self.plan, self._ranks, self._transport, self._gather, self._snapshots, self.config)
-        self._states = decoded_states(agree(self._ranks, self._preflight)[0])
+        self._states = decoded(agree(self._ranks, self._preflight)[0])
 
     def _server(self, server: str | RolloutServer) -> RolloutServer:
         if isinstance(server, str):
@@ -254,6 +261,8 @@ class Bridge:
             raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(names)} servers")
         self._set = ServerSet([self._server(s) for s in servers], on_state=self._on_state)
         self._held.callback(self._set.close)
+        self._exporters = Exporters(self.config)
+        self._held.callback(self._exporters.close)
 
     def _probe(self) -> dict[str, Any]:
         """Rank 0: the config whose layout everyone plans for, and the versions the servers claim."""
@@ -291,9 +300,28 @@ class Bridge:
         if self._set is None:
             return {}
         self._set.require(list(self._set.members.values()), lambda m: m.server.preflight(self.plan.manifest))
-        return encoded_states(server_reports(self._set))
+        return encoded(states(self._set))
 
     # --- update
+
+    def _told(self, version: int, work: Callable[[], SyncReport]) -> SyncReport:
+        """`work`, and its report or its error to whoever was asked for (files, metrics)."""
+        try:
+            report = work()
+        except BaseException as err:
+            if self._exporters is not None:
+                self._exporters.failure(version, err)
+            raise
+        if self._exporters is not None:
+            self._exporters.success(report)
+        return report
+
+    def _update_now(self, version: int, on_progress: Progress | None) -> SyncReport:
+        watch = Stopwatch(ranges())
+        with watch.stage("check"):
+            self._check(version)
+        watch.meet()
+        return self._update(version, watch, lambda: self._sender.send(version, watch, on_progress))
 
     def _update(
         self, version: int, watch: Stopwatch, send: Callable[[], None], *, only: str | None = None
@@ -313,7 +341,7 @@ class Bridge:
             self._snapshots.abort()
             if update is not None:
                 update.rollback(reason)
-                self._states = server_reports(self._set)
+                self._states = states(self._set)
             if isinstance(err, CommitError):
                 self._last_version = max(version, self._last_version or 0)  # some server has it; it is used up
             raise
@@ -339,13 +367,7 @@ class Bridge:
         versions = agree(self._ranks, lambda: version)
         if len(set(versions)) > 1:
             raise ConfigError(f"the ranks were given different versions: {versions}")
-        agree(self._ranks, self._read_and_check)
-
-    def _read_and_check(self) -> None:
-        before_read = getattr(self._source, "before_read", None)
-        if before_read is not None:
-            before_read()
-        self._gather.check_finite()
+        agree(self._ranks, self._gather.check)
 
     def _settle_and_commit(self, update: Update | None, watch: Stopwatch) -> None:
         with watch.stage("commit"):
@@ -355,44 +377,15 @@ class Bridge:
                     return {}
                 update.settle(self._sender.failures)
                 update.commit()
-                return encoded_states(server_reports(self._set))
+                return encoded(states(self._set))
 
-            self._states = decoded_states(agree(self._ranks, settle_and_commit)[0])
+            self._states = decoded(agree(self._ranks, settle_and_commit)[0])
 
     def _report(self, version: int, watch: Stopwatch, update: Update | None) -> SyncReport:
-        mine = {
-            "seconds": watch.total,
-            "stages": watch.seconds,
-            "paused_s": update.paused_s if update else 0.0,
-            "extra_nbytes": self._sender.extra_nbytes,
-        }
-        ranks = agree(self._ranks, lambda: mine)
-        return SyncReport(
-            version=version,
-            seconds=max(r["seconds"] for r in ranks),
-            stages={name: Spread.of([r["stages"][name] for r in ranks]) for name in watch.seconds},
-            paused_s=ranks[0]["paused_s"],
-            nbytes=self.plan.nbytes,
-            nbytes_gathered=self.plan.gathered_nbytes(),
-            buckets=len(self.plan.manifest.buckets),
-            rule=self.plan.rule,
-            plan_hash=self.plan.hash,
-            servers=self.servers,
-            fallbacks=tuple(self.plan.fallbacks()),
-            extra_nbytes=Spread.of([r["extra_nbytes"] for r in ranks]),
+        mine = measured(
+            watch,
+            paused_s=update.paused_s if update else 0.0,
+            extra_nbytes=self._sender.extra_nbytes,
+            traced=self.config.trace_path is not None,
         )
-
-    def _compare(self, sent: dict[str, int]) -> dict[str, int]:
-        if self._set is None:
-            return {}
-        found = self.server_checksums()
-        for name, theirs in found.items():
-            wrong = [t for t in sorted(sent.keys() | theirs.keys()) if sent.get(t) != theirs.get(t)]
-            if wrong:
-                raise VerifyError(
-                    f"{name} holds other bytes than were sent in {len(wrong)} of {len(sent)} tensors: "
-                    f"{', '.join(wrong[:5])}; do not use its samples, send the weights again",
-                    server=name,
-                    tensor=wrong[0],
-                )
-        return {name: len(sent) for name in found}
+        return sync_report(version, self._facts, self.servers, agree(self._ranks, lambda: mine))

@@ -86,6 +86,15 @@ class BridgeConfig:
     collective_timeout_s: float = 600.0
     """Longest wait of one trainer rank for another."""
 
+    report_path: str | None = None
+    """A file to which rank 0 appends a JSON line for each update."""
+
+    trace_path: str | None = None
+    """A file for a Chrome trace of the updates (Perfetto opens it): every stage on every rank. Rank 0 writes it."""
+
+    metrics_port: int | None = None
+    """Port of `host` on which rank 0 serves Prometheus metrics (the `metrics` extra). 0 takes any free one."""
+
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, TRANSPORTS)
         _one_of("group_backend", self.group_backend, ("nccl", "gloo"))
@@ -97,6 +106,10 @@ class BridgeConfig:
         _positive_int("min_healthy", self.min_healthy)
         if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
             raise ConfigError(f"keep_last must be 0 or a positive integer, got {self.keep_last!r}")
+        if self.metrics_port is not None and (
+            type(self.metrics_port) is not int or not 0 <= self.metrics_port < 65536
+        ):
+            raise ConfigError(f"metrics_port must be a port number, 0 to 65535, got {self.metrics_port!r}")
         for each in fields(self):
             if each.name.endswith("timeout_s"):
                 value = getattr(self, each.name)

@@ -17,11 +17,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
     """A filled bucket. `memory` is flat uint8 of `bucket.nbytes` bytes, owned by the packer and
-    lent to the transport from `send` until `wait(index)` returns. checksums[i]: uint64 of entry i."""
+    lent to the transport from `send` until `wait(index)` returns. `checksums`: a little-endian uint64 for
+    each entry, in order."""
 
     bucket: Bucket
     memory: torch.Tensor
-    checksums: tuple[int, ...]
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """What is still to be packed into a bucket, as the gather hands it to the packer.
+
+    stamp: equal in two updates whose matrices lie in the same places, so that addresses of the first are good
+    for the second; None where nobody can tell. make(): the 2-D matrices, in the order of the bucket's items: each
+    shard of an item that is `in_bands`, else the whole item; nothing for those that come quantized (`at_source`).
+    Views of parameters or scratch memory, valid until the next round.
+    """
+
+    stamp: tuple[int, ...] | None
+    make: Callable[[], list[torch.Tensor]]
 
 
 class Transport(Protocol):
@@ -112,7 +127,10 @@ class RolloutServer(Protocol):
         """Until the server holds every bucket. addresses[0] is the coordinating rank's."""
         ...
 
-    def commit(self, token: str, version: str) -> None: ...
+    def commit(self, token: str, version: str) -> float | None:
+        """Switch to the version. Returns the seconds the server spent on checking and loading what arrived,
+        where it tells."""
+        ...
 
     def abort(self, token: str) -> None:
         """Drop what arrived; the old version stays. Harmless when no update is open."""

@@ -51,6 +51,8 @@ class Receiver:
         self._name = name
         self._should_stop = should_stop
         self._on_alive = on_alive
+        self.load_s = 0.0
+        """Seconds spent on checking and staging what arrived."""
 
     def pull(self, endpoints: Sequence[str], session: str, manifest_hash: str, *, timeout_s: float) -> int:
         """Receive every bucket, acknowledge each, return the bytes received. Blocks.
@@ -171,7 +173,9 @@ class Receiver:
         received = socket.recv_into(memory.data)
         if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
+        start = time.perf_counter()
         self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)
+        self.load_s += time.perf_counter() - start
         expected.pop(0)
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes

@@ -8,13 +8,17 @@ from typing import Any
 from .config import BridgeConfig
 from .errors import BridgeError, RankError, TransportError, error_from_dict
 from .gather import Gather
-from .pack import SLOTS, Packer
+from .pack import Packer
 from .plan import Plan
 from .protocols import PackedBucket, Transport
 from .ranks import Ranks, agree
 from .report import Stopwatch
 from .session import Update
 from .snapshots import Snapshots
+from .staging import unsigned
+
+_IN_FLIGHT = 2
+"""Kept buckets on their way at a time."""
 
 Progress = Callable[[int, int], None]
 """Called with (buckets packed on this rank, buckets of this rank)."""
@@ -23,7 +27,6 @@ Progress = Callable[[int, int], None]
 class Sender:
     """Owns the gather and pack buffers of this rank. Every rank makes every call, in the same order.
 
-    sent: checksum by wire name of what this rank sent last.
     failures: servers that any rank lost during the last `send` or `resend`.
     """
 
@@ -36,7 +39,7 @@ class Sender:
         snapshots: Snapshots,
         config: BridgeConfig,
     ) -> None:
-        self.sent: dict[str, int] = {}
+        self._sent: dict[int, bytes] = {}
         self.failures: dict[str, BridgeError] = {}
         self._plan = plan
         self._ranks = ranks
@@ -90,19 +93,30 @@ class Sender:
         for part in agree(self._ranks, work):
             self.failures |= {name: error_from_dict(data) for name, data in part.items()}
 
+    def sent_checksums(self) -> dict[str, int]:
+        """Wire name -> checksum (uint64) of what this rank sent last."""
+        buckets = self._plan.manifest.buckets
+        return {
+            entry.name: value
+            for index, checksums in self._sent.items()
+            for entry, value in zip(buckets[index].entries, unsigned(checksums), strict=True)
+        }
+
     def _send_mine(self, watch: Stopwatch, on_progress: Progress | None) -> dict[str, Any]:
         error: Exception | None = None
-        in_slot: list[int] = []
-        total = self._total
-        self.sent = {}
+        in_flight: list[int] = []
+        self._packer.begin()
+        self._sent = {}
         for round_index in range(len(self._plan.rounds)):
             # After an error the rounds go on: the other ranks still count on this one's messages.
             try:
                 bucket, memory = self._gather.bucket(round_index), None
                 if bucket is not None:
-                    if len(in_slot) >= SLOTS:
-                        self._wait(in_slot[-SLOTS], watch)
-                    memory = self._packer.memory(bucket, len(in_slot) % SLOTS, self._gather.device)
+                    slot, before = self._packer.reserve(bucket)
+                    if before in in_flight:
+                        self._wait(before, watch)
+                        in_flight.remove(before)
+                    memory = self._packer.memory(bucket, slot, self._gather.device)
                 with watch.stage("gather"):
                     matrices = self._gather.round(round_index, memory)
                 if bucket is None or memory is None or error is not None:
@@ -110,37 +124,34 @@ class Sender:
                 with watch.stage("pack"):
                     packed = self._packer.pack(bucket, memory, matrices)
                     self._snapshots.add(packed)
-                self._send_one(packed, in_slot, total, on_progress)
+                self._send_one(packed, watch, on_progress)
+                in_flight.append(bucket.index)
             except RankError:
                 raise
             except Exception as err:  # noqa: BLE001 - raised below, when no rank waits for this one any more
                 error = error or err
         if error is not None:
             raise error
-        return self._acknowledged(in_slot, watch)
+        return self._acknowledged(in_flight, watch)
 
     def _send_kept(
         self, buckets: Iterator[PackedBucket], watch: Stopwatch, on_progress: Progress | None
     ) -> dict[str, Any]:
-        in_slot: list[int] = []
-        total = self._total
-        self.sent = {}
+        in_flight: list[int] = []
+        self._sent = {}
         for packed in buckets:
-            if len(in_slot) >= SLOTS:
-                self._wait(in_slot[-SLOTS], watch)
-            self._send_one(packed, in_slot, total, on_progress)
-        return self._acknowledged(in_slot, watch)
+            if len(in_flight) >= _IN_FLIGHT:
+                self._wait(in_flight.pop(0), watch)
+            self._send_one(packed, watch, on_progress)
+            in_flight.append(packed.bucket.index)
+        return self._acknowledged(in_flight, watch)
 
-    @property
-    def _total(self) -> int:
-        return sum(b.owner == self._ranks.rank for b in self._plan.manifest.buckets)
-
-    def _send_one(self, packed: PackedBucket, in_slot: list[int], total: int, on_progress: Progress | None) -> None:
-        self._transport.send(packed)
-        in_slot.append(packed.bucket.index)
-        self.sent |= {e.name: c for e, c in zip(packed.bucket.entries, packed.checksums, strict=True)}
+    def _send_one(self, packed: PackedBucket, watch: Stopwatch, on_progress: Progress | None) -> None:
+        with watch.stage("wire"):
+            self._transport.send(packed)
+        self._sent[packed.bucket.index] = packed.checksums
         if on_progress:
-            on_progress(len(in_slot), total)
+            on_progress(len(self._sent), sum(b.owner == self._ranks.rank for b in self._plan.manifest.buckets))
 
     def _wait(self, index: int, watch: Stopwatch) -> None:
         with watch.stage("wire"):
@@ -153,7 +164,7 @@ class Sender:
                 bucket=index,
             )
 
-    def _acknowledged(self, in_slot: list[int], watch: Stopwatch) -> dict[str, Any]:
-        for index in in_slot[-SLOTS:]:
+    def _acknowledged(self, in_flight: list[int], watch: Stopwatch) -> dict[str, Any]:
+        for index in in_flight:
             self._wait(index, watch)
         return {name: err.to_dict() for name, err in self._transport.failures.items()}

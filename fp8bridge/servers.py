@@ -72,8 +72,10 @@ class HttpServer:
         # No limit of ours on the whole transfer: each bucket has one, and a dead server drops the connection.
         self._http.call("POST", "/update_weights_from_zmq", body, timeout_s=None)
 
-    def commit(self, token: str, version: str) -> None:
-        self._http.call("POST", "/end_weight_update", {"session": token, "weight_version": version})
+    def commit(self, token: str, version: str) -> float | None:
+        answer = self._http.call("POST", "/end_weight_update", {"session": token, "weight_version": version})
+        load_s = answer.get("load_s")
+        return float(load_s) if isinstance(load_s, int | float) else None
 
     def abort(self, token: str) -> None:
         self._http.call("POST", "/abort_weight_update", {"session": token}, timeout_s=_RELEASE_TIMEOUT_S)

@@ -17,8 +17,8 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from .config import BridgeConfig
 from .errors import (
@@ -31,7 +31,6 @@ from .errors import (
 )
 from .plan import Manifest
 from .protocols import RolloutServer, ServerInfo
-from .report import ServerReport
 
 log = logging.getLogger("fp8bridge")
 
@@ -60,6 +59,8 @@ class Member:
     state: State = "healthy"
     version: int | None = None
     reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the last version it committed: `report.SERVER_STAGES`."""
     releasing: Future[None] | None = None
     """Abort and resume of a fenced server, still under way; the others do not wait for it."""
 
@@ -323,10 +324,15 @@ class Update:
             member.server.begin(token, self._manifest.hash, lease_s=lease_s)
 
     def _commit_one(self, member: Member) -> None:
-        member.server.commit(self._tokens[member.name], str(self.version))
+        start = time.perf_counter()
+        load_s = member.server.commit(self._tokens[member.name], str(self.version))
+        committed = time.perf_counter()
         if self._config.pause_mode != "in_place":
             member.server.flush_cache()
         member.server.resume()
+        member.seconds = {"commit": committed - start, "paused": time.perf_counter() - self._paused_at}
+        if load_s is not None:
+            member.seconds["load"] = load_s
 
     def _release(self, member: Member) -> None:
         """Abort, then resume; also where the abort got no answer. A refusal means that the session there is
@@ -363,18 +369,3 @@ def check_version(version: object, last: int | None, reported: dict[str, str | N
                 server=name,
                 version=version,
             )
-
-
-def server_reports(servers: ServerSet | None) -> dict[str, ServerReport]:
-    """What a report says of every server."""
-    members = servers.members.values() if servers else ()
-    return {m.name: ServerReport(m.state, m.version, m.reason) for m in members}
-
-
-def encoded_states(states: dict[str, ServerReport]) -> dict[str, Any]:
-    """JSON values, for the other trainer ranks."""
-    return {name: [s.state, s.version, s.reason] for name, s in states.items()}
-
-
-def decoded_states(data: dict[str, Any]) -> dict[str, ServerReport]:
-    return {name: ServerReport(*fields) for name, fields in data.items()}

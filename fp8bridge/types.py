@@ -89,6 +89,8 @@ class WeightSource(Protocol):
     reads of an update (to finish a pending all-gather of parameters, say). `rule`: the rounding rule the
     trainer quantizes with itself, or None; it becomes the plan's unless the configuration names one.
     `requantized`: tensor name -> why the trainer's own FP8 bytes cannot be sent; the plan lists them.
+    `live(params)`: for each of these parameters the tensor whose memory `read` shows, None where `read` makes
+    a copy; cheap, called once per update, and what does not move between updates costs no more time then.
 
     hf_config: the Hugging Face config of the model as a dict; a `quantization_config` in it is
         the layout the trainer expects of the servers, and is compared with theirs.

@@ -75,7 +75,7 @@ def test_both_ways_to_start(start):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    names = ["demo", "plan", "convert", "doctor", "verify", "serve", "keys", "config"]
+    names = ["demo", "plan", "convert", "doctor", "verify", "serve", "keys", "config", "bench"]
     assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == names
 
 
@@ -184,7 +184,11 @@ def test_plan_as_json_is_exact(run, config):
     assert facts["rule"] == "sglang"
     assert facts["servers"] == 4
     busiest = max(facts["nbytes_by_sender"].values())
-    assert facts["predicted_seconds"] == pytest.approx(busiest * 4 / 20e9)
+    assert (
+        facts["prediction"]["wire_s"]
+        >= busiest * 4 / 20e9
+        == pytest.approx(facts["prediction"]["link_nbytes"]["busiest_sender_out"] / 20e9)
+    )
 
 
 QWEN3_30B = {
@@ -242,6 +246,33 @@ def test_plan_says_when_nothing_would_be_quantized(run, config):
     assert "--quantization fp8" not in run("plan", "--config", config(), "--quantization", "none")[1]
 
 
+def test_plan_of_a_model_by_name_predicts_seconds_and_bytes_over_links(run):
+    words = ("plan", "--model", "Qwen3-30B-A3B", "--trainer", "tp4pp5ep4etp1", "--servers", "2xtp4")
+    code, out, _ = run(*words, "--links", "wire=1,ingest=4,bucket_s=0,fixed_s=0")
+    assert code == 0
+    assert "20 trainer ranks -> 2 servers on 8 GPUs" in out
+    assert re.search(r"predicted update: \d+\.\d+ s .*wire decides", out)
+    assert re.search(r"20 senders of .* to .* \(rank \d+\)", out)
+    facts = json.loads(run(*words, "--links", "wire=1,ingest=4", "--json")[1])
+    assert facts["prediction"]["link_nbytes"]["all_senders_out"] == 2 * facts["nbytes_wire"]
+    assert facts["layout"]["block"] == [128, 128], "a model by name is planned for block-FP8 servers"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--model", "GPT-5"], 1, "no model 'GPT-5'"),
+        (["--model", "Qwen3-8B", "--config", "."], 2, "either --config or --model"),
+        (["--model", "Qwen3-8B", "--trainer", "t8"], 1, "not written as tp8pp4ep8"),
+        (["--model", "Qwen3-8B", "--servers", "0"], 1, "not written as 16xtp8"),
+        (["--model", "Qwen3-8B", "--links", "wires=1"], 1, "wires=1"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_read(run, words, code, says):
+    found = run("plan", *words)
+    assert (found[0], says in found[1] + found[2]) == (code, True)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_plan_takes_every_rule_of_the_library(run, config, rule):
     code, out, _ = run("plan", "--config", config(), "--quantization", "fp8", "--rule", rule, "--json")
@@ -254,7 +285,7 @@ def test_plan_takes_every_rule_of_the_library(run, config, rule):
     [
         ([], "Usage"),
         (["bogus"], "No such command 'bogus'"),
-        (["plan"], "Missing option '--config'"),
+        (["plan"], "give either --config or --model"),
         (["plan", "--config", "/no/such/file"], "does not exist"),
         (["plan", "--config", ".", "--tp", "0"], "--tp"),
         (["plan", "--config", ".", "--tp", "two"], "--tp"),
@@ -334,7 +365,7 @@ def test_demo_passes_its_options_and_exit_code_on(run, monkeypatch):
     seen = {}
     monkeypatch.setattr(fp8bridge.demo.run, "run_demo", lambda **options: seen.update(options) or 1)
     assert run("demo", "--steps", "3", "--servers", "1", "--tp", "1", "--pp", "4", "--seed", "7", "--json")[0] == 1
-    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True}
+    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True, "stock": False}
 
 
 @pytest.fixture

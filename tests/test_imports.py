@@ -22,17 +22,19 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("errors", ""),
     ("types", ""),
     # decisions: pure data, nothing that needs torch
-    ("config layout report", ""),
+    ("config layout report models topology", ""),
     ("wire", "msgpack"),
     ("plan", ""),
-    ("planner protocols", ""),
+    ("planner protocols predict", ""),
+    ("exporters", "prometheus_client"),
     ("preflight", ""),
     # arithmetic
-    ("kernels.*", "torch triton"),
+    ("kernels.*", "torch numpy triton"),
     # stages; siblings never know each other
     ("keys http", "zmq httpx"),
     ("ranks", "torch torch.distributed"),
-    ("staging", "torch"),
+    ("nvtx", "torch"),
+    ("staging parameters", "torch"),
     (
         "gather pack receiver servers snapshots transport.zmq transport.nccl transport.loopback",
         "torch torch.distributed numpy zmq",
@@ -41,6 +43,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("transport.ipc", "torch"),
     ("transport rollout_server", ""),
     ("session", ""),
+    ("reporting", ""),
     ("routing", "httpx"),
     ("sending", ""),
     # the whole
@@ -50,15 +53,24 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
+    ("bench.*", "torch triton numpy zmq rich matplotlib"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx safetensors"),
     ("__main__", ""),
 )
 KERNELS_MAY_IMPORT = {"errors"}
-ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray"}
+ONLY_IN_FUNCTIONS = {
+    "prometheus_client",
+    "matplotlib",
+    "megatron",
+    "transformer_engine",
+    "sglang",
+    "transformers",
+    "ray",
+}
 OPTIONAL = (
     *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
-    *("safetensors", "yaml"),
+    *("safetensors", "yaml", "prometheus_client", "matplotlib"),
 )
 
 FILE_LINES, FUNCTION_LINES = 400, 50

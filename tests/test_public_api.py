@@ -44,6 +44,9 @@ CONFIG_FIELDS = [
     "bucket_timeout_s",
     "update_timeout_s",
     "collective_timeout_s",
+    "report_path",
+    "trace_path",
+    "metrics_port",
 ]
 BRIDGE_MEMBERS = [
     "admit",

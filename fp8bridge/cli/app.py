@@ -11,6 +11,7 @@ import typer
 from fp8bridge import __version__
 from fp8bridge.errors import BridgeError
 
+from . import bench
 from .config import config
 from .convert import convert
 from .demo import demo
@@ -32,6 +33,7 @@ app = typer.Typer(
 for command in (demo, plan, convert, doctor, verify, serve, keys):
     app.command()(command)
 app.add_typer(config, name="config")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -126,8 +126,7 @@ class _Saving:
 
     def check(self) -> None:
         """Parameters complete and finite."""
-        self._source.before_read()
-        self._gather.check_finite()
+        self._gather.check()
 
     def run(self, *, progress: bool) -> None:
         """Every round. After an error the rounds go on, for the sake of ranks that wait for this one's shards."""
@@ -136,7 +135,10 @@ class _Saving:
         with bar("saving", mine, shown=progress) as advance:
             for index in range(len(self._plan.rounds)):
                 bucket = self._gather.bucket(index)
-                memory = self._packer.memory(bucket, 0, self._gather.device) if bucket else None
+                memory = None
+                if bucket is not None:
+                    slot, _ = self._packer.reserve(bucket)
+                    memory = self._packer.memory(bucket, slot, self._gather.device)
                 try:
                     matrices = self._gather.round(index, memory)
                     if bucket is not None and memory is not None and error is None:

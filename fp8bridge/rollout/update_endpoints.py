@@ -80,8 +80,8 @@ class UpdateEndpoints:
 
     async def end(self, request: Request) -> Response:
         body = await read_request(bodies.End, request)
-        await self._updates.end(body)
-        return outcome(True, "Success", weight_version=self._engine.weight_version)
+        load_s = await self._updates.end(body)
+        return outcome(True, "Success", weight_version=self._engine.weight_version, load_s=load_s)
 
     async def abort(self, request: Request) -> Response:
         body = await read_request(bodies.AbortUpdate, request, optional=True)

@@ -41,6 +41,7 @@ class _Session:
     state: Literal["opening", "open", "receiving", "committing", "aborting"] = "opening"
     manifest: Manifest | None = None
     pulled: bool = False
+    load_s: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
     stop: threading.Event = field(default_factory=threading.Event)
     pull: asyncio.Future[int] | None = None
@@ -130,11 +131,13 @@ class Updates:
             return await session.pull
         finally:
             session.touch()
+            session.load_s += receiver.load_s
             if session.state == "receiving":
                 session.state, session.pull = "open", None
 
-    async def end(self, body: End) -> None:
-        """Commit what was received, version and weights in one step, and close the session.
+    async def end(self, body: End) -> float:
+        """Commit what was received, version and weights in one step, and close the session. Returns the seconds
+        spent on checking and staging what came.
 
         A session that received nothing and names no version is just closed, as SGLang does it.
         """
@@ -155,6 +158,7 @@ class Updates:
             session.state = "open"
             raise
         self._close(session)
+        return session.load_s
 
     async def abort(self, session_id: str | None, reason: str, *, whosever: bool = False) -> bool:
         """Drop what arrived and close; False if nothing was open. Returns once a running pull has stopped.

@@ -251,7 +251,7 @@ class _AnyWeights(StagedWeights):
         super().__init__({}, layout)
         self._device = device
 
-    def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> list[int]:
+    def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> bytes:
         return super()._checksums(bucket, payload.to(self._device))
 
     def differences(self, manifest: Manifest) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from .server import SglangServer
@@ -29,13 +30,16 @@ class PullingSglangServer(SglangServer):
         reports = self.loader.call("pull", body, timeout_s=None)
         self._folder = str(reports[0].data["folder"])
 
-    def commit(self, token: str, version: str) -> None:
+    def commit(self, token: str, version: str) -> float | None:
         self._disclaim()
         body = {"manifest_hash": self._hash, "folder": self._folder, "replay": self.replay}
+        start = time.perf_counter()
         reports = self.loader.call("load", body, timeout_s=None)
+        load_s = time.perf_counter() - start
         self.load_way = str(reports[0].data["way"])
         self.loader.call("drop", {}, timeout_s=self._timeout_s)
         super().commit(token, version)
+        return load_s
 
     def abort(self, token: str) -> None:
         if self._session_open or not self.has_sessions:

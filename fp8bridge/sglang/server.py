@@ -174,10 +174,11 @@ class SglangServer:
         reports = self.loader.call("load_slot", body | {"replay": self.replay}, timeout_s=timeout_s)
         self.load_way = str(reports[0].data["way"])
 
-    def commit(self, token: str, version: str) -> None:
+    def commit(self, token: str, version: str) -> float | None:
         self._end()
         self.client.set_version(version)
         self._touched = False
+        return None
 
     def abort(self, token: str) -> None:
         if self._taken is not None:
