@@ -165,8 +165,8 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
 
 
 def _predicted(result: dict[str, Any], plan: Plan) -> float:
-    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own at checking and loading, and the
-    raw socket's. So the error is that of the model: what overlaps, and what it leaves out."""
+    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own and the raw
+    socket's. So the error is that of the model: what overlaps, and what it leaves out."""
     ceiling, load_s = result["ceiling"], result["server_load_s"]
     links = Links(
         wire=1e6 if ceiling["kind"] == "device copy" else ceiling["gbytes_per_s"],
