@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import zmq
 
@@ -144,12 +143,12 @@ class Receiver:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        memory = np.empty(bucket.nbytes, dtype=np.uint8)
-        received = socket.recv_into(memory.data)
-        if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
+        # The message's own memory becomes the tensors: a copy would cost as much again as receiving it.
+        payload = socket.recv(copy=False).buffer
+        if len(payload) != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
+            raise WireError(f"bucket {bucket.index} has a payload of {len(payload)} bytes, not {bucket.nbytes}")
         start = time.perf_counter()
-        self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)
+        self._weights.stage(bucket.index, _tensor(payload), message.checksums)
         self.load_s += time.perf_counter() - start
         expected.pop(0)
         _send(socket, Ack(bucket.index, True, ""))
@@ -158,6 +157,11 @@ class Receiver:
     def _check_stop(self) -> None:
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _tensor(payload: memoryview) -> torch.Tensor:
+    """Flat uint8 that shares the message's memory; torch takes no empty buffers."""
+    return torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
 
 
 def _send(socket: zmq.Socket[bytes], message: Message) -> None:
