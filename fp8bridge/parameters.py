@@ -42,7 +42,8 @@ class Parameters:
         self._mine = mine
         self._planned = {s.param: _form(source.read(s.param)) for _, s in mine}
         self._keys = list(self._planned)
-        self._places: list[list[Any]] = []
+        self._missing: list[int] = []
+        self._places: list[list[Any]] | None = None
         self._lasting: set[str] = set()
         self._scan: Scan | None = None
         self._scanned: list[tuple[Item, Shard]] = []
@@ -60,11 +61,11 @@ class Parameters:
         tensors = live(self._keys) if live is not None else [None] * len(self._keys)
         present = [t for t in tensors if t is not None]
         missing = [i for i, t in enumerate(tensors) if t is None]
-        places: list[list[Any]] = [missing, *(list(map(see, present)) for see in _FORM)]
-        if places == self._places:
+        if self._places is not None and self._missing == missing and _same(self._places, present):
             return
         self.epoch += 1
-        self._scan, self._places = None, places
+        self._scan, self._missing = None, missing
+        self._places = [list(map(see, present)) for see in _FORM]
         self._lasting = set(self._keys)
         held = dict(zip(self._keys, tensors, strict=True))
         for _, shard in self._mine:
@@ -140,6 +141,14 @@ class Parameters:
 def unit_columns(box: torch.Tensor) -> torch.Tensor:
     """Kernels want column stride 1; a transposed parameter is copied."""
     return box if box.stride(-1) == 1 or box.shape[-1] <= 1 else box.contiguous()
+
+
+def _same(places: list[list[Any]], tensors: Sequence[torch.Tensor]) -> bool:
+    """Compares as it goes: to collect as many shapes first would set off the garbage collector, which takes
+    longer than the comparison."""
+    return len(places[0]) == len(tensors) and all(
+        all(map(operator.eq, known, map(see, tensors))) for see, known in zip(_FORM, places, strict=True)
+    )
 
 
 def _same_memory(box: torch.Tensor, live: torch.Tensor | None) -> bool:

@@ -8,7 +8,7 @@ bucket is packed only when the bucket two before it was acknowledged (two bucket
               a round's bytes to all servers / fabric
     server    a round's bytes / load, and `bucket_s` for each bucket (headers, acknowledgement)
 
-Before them every rank reads its weights once (copy), and `fixed_s` stands for pause, sessions, commit and resume.
+Before them every rank reads its weights once (check), and `fixed_s` stands for pause, sessions, commit and resume.
 With `broadcast` a sender's bytes leave it once; without, once for every server. Everything else counts as free:
 docs/performance.md compares the model with measured syncs.
 """
@@ -36,7 +36,9 @@ class Links:
     gather: float = 100.0
     """Into or out of a trainer rank, from other ranks."""
     copy: float = 3000.0
-    """Of a rank's memory, bytes read plus bytes written."""
+    """Of a rank's memory as the packer uses it, bytes read plus bytes written."""
+    check: float | None = None
+    """Of the search for NaN and Inf, bytes read. None: as `copy`."""
     load: float | None = None
     """Of a server that checks and loads what arrives. None: it costs nothing."""
     bucket_s: float = 0.001
@@ -50,7 +52,7 @@ class Links:
             if each.name == "broadcast" or value is None:
                 continue
             if not isinstance(value, int | float) or (value <= 0 if least is None else value < 0):
-                raise ConfigError(f"links: {each.name} is {value!r}; it must be a number above 0")
+                raise ConfigError(f"links: {each.name} is {value!r}; it must be a number > 0")
 
     @classmethod
     def parse(cls, text: str) -> Links:
@@ -88,7 +90,7 @@ class Prediction:
 def predict(plan: Plan, links: Links, *, servers: int = 1) -> Prediction:
     """What the model says for one update of `plan`."""
     traffic = _Traffic(plan)
-    check_s = traffic.largest_read / (links.copy * 1e9)
+    check_s = traffic.largest_read / ((links.check or links.copy) * 1e9)
     trainer = [traffic.trainer_s(r, links) for r in range(len(plan.rounds))]
     wire = [_wire_s(sizes, links, servers) for sizes in traffic.rounds]
     server = [

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import zmq
 
@@ -31,7 +30,8 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
-    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array.
+    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: the
+        memory of its message.
     trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
@@ -43,7 +43,7 @@ class Receiver:
         should_stop: Callable[[], bool] = lambda: False,
         on_alive: Callable[[], None] = lambda: None,
         trainer_key: bytes | None = None,
-        memory: Callable[[int, int], np.ndarray[Any, Any]] = lambda _, nbytes: np.empty(nbytes, dtype=np.uint8),
+        memory: Callable[[int, int], Any] | None = None,
     ) -> None:
         self._memory = memory
         self._trainer_key = trainer_key
@@ -169,20 +169,31 @@ class Receiver:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        memory = self._memory(bucket.index, bucket.nbytes)
-        received = socket.recv_into(memory.data)
-        if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
+        payload = self._receive_payload(socket, bucket.index, bucket.nbytes)
+        if len(payload) != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
+            raise WireError(f"bucket {bucket.index} has a payload of {len(payload)} bytes, not {bucket.nbytes}")
         start = time.perf_counter()
-        self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)
+        self._weights.stage(bucket.index, _tensor(payload), message.checksums)
         self.load_s += time.perf_counter() - start
         expected.pop(0)
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes
 
+    def _receive_payload(self, socket: zmq.Socket[bytes], index: int, nbytes: int) -> memoryview:
+        if self._memory is None:
+            # The message's own memory becomes the tensors: a copy would cost as much again as receiving it.
+            return socket.recv(copy=False).buffer
+        memory = self._memory(index, nbytes)
+        return memoryview(memory.data)[: socket.recv_into(memory.data)]
+
     def _check_stop(self) -> None:
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _tensor(payload: memoryview) -> torch.Tensor:
+    """Flat uint8 that shares the message's memory; torch takes no empty buffers."""
+    return torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
 
 
 def _send(socket: zmq.Socket[bytes], message: Message) -> None:

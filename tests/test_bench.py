@@ -73,6 +73,7 @@ def test_both_formats_with_baseline_give_a_table(transport):
     assert markdown(results).count("\n") == 4
     for result in results:
         assert result["seconds"] > 0
+        assert result["predicted_s"] > 0
         assert result["baseline"]["seconds"] > 0
         assert result["ceiling"]["gbytes_per_s"] > 0
         assert share_of_ceiling(result) > 0

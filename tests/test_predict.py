@@ -43,6 +43,7 @@ def test_one_link_at_a_time_is_bytes_over_bandwidth():
     assert seconds(plan, ingest=1.0) == pytest.approx(4e-3, rel=1e-3)
     assert seconds(plan, fabric=1.0) == pytest.approx(4e-3, rel=1e-3)
     assert seconds(plan, copy=1.0) == pytest.approx(4e-3 * 3, rel=1e-3), "read for the check, read and written to pack"
+    assert seconds(plan, check=1.0) == pytest.approx(4e-3, rel=1e-3)
     assert seconds(plan, fixed_s=0.5) == pytest.approx(0.5, rel=1e-3)
     assert seconds(plan, bucket_s=0.1) == pytest.approx(0.4, rel=1e-3)
 

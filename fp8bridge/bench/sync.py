@@ -13,6 +13,8 @@ from ..bridge import Bridge, connect
 from ..config import MIB
 from ..errors import ConfigError
 from ..layout import ServerLayout
+from ..plan import Plan
+from ..predict import Links, predict
 from ..report import SyncReport
 from .baseline import open_sink, run_baseline
 from .ceilings import copy_gbytes_per_s, socket_gbytes_per_s
@@ -86,6 +88,7 @@ def run_case(case: Case, source: SyntheticSource, progress: Progress = lambda *_
         sent = bridge._sender.sent_checksums()
         summary = bridge.plan.summary()
         largest = max(e.nbytes for b in bridge.plan.manifest.buckets for e in b.entries)
+        plan = bridge.plan
     result = _figures(case, reports) | {
         "tensors": summary["tensors"],
         "nbytes_in": summary["nbytes_in"],
@@ -93,6 +96,7 @@ def run_case(case: Case, source: SyntheticSource, progress: Progress = lambda *_
         "peak_device_nbytes": peak if device.type == "cuda" else None,
         "ceiling": _ceiling(case, device, reports[-1]),
     }
+    result["predicted_s"] = _predicted(result, plan)
     if case.baseline:
         source.step()  # back to the values of the last update: it flips signs
         result["baseline"] = _baseline(case, source, layout, sent, reports[-1].rule)
@@ -158,6 +162,19 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
         "kind": "raw socket",
         "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=max(message, min(report.nbytes, 4 << 30))),
     }
+
+
+def _predicted(result: dict[str, Any], plan: Plan) -> float:
+    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own and the raw
+    socket's. So the error is that of the model: what overlaps, and what it leaves out."""
+    ceiling, load_s = result["ceiling"], result["server_load_s"]
+    links = Links(
+        wire=1e6 if ceiling["kind"] == "device copy" else ceiling["gbytes_per_s"],
+        copy=(result["nbytes_in"] + result["nbytes"]) / result["stages"]["pack"] / 1e9,
+        check=result["nbytes_in"] / result["stages"]["check"] / 1e9,
+        load=result["nbytes"] / load_s / 1e9 if load_s else None,
+    )
+    return predict(plan, links, servers=result["servers"]).seconds
 
 
 def share_of_ceiling(result: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLUMNS = (
-    "configuration", "format", "transport", "servers", "buckets", "GB", "seconds", "pack", "wire", "load",
+    "configuration", "format", "transport", "servers", "buckets", "GB", "seconds", "predicted", "pack", "wire", "load",
     "GB/s", "of ceiling", "vs bf16", "baseline", "faster",
 )  # fmt: skip
 
@@ -32,6 +32,7 @@ def _row(result: dict[str, Any], bf16: dict[str, Any] | None) -> list[str]:
         str(result["buckets"]),
         f"{result['nbytes'] / 1e9:.3f}",
         f"{result['seconds']:.4f}",
+        f"{result['predicted_s']:.4f}",
         f"{stages['pack']:.4f}",
         f"{stages['wire']:.4f}",
         "-" if load is None else f"{load:.4f}",
