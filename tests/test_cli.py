@@ -334,7 +334,7 @@ def test_demo_passes_its_options_and_exit_code_on(run, monkeypatch):
     seen = {}
     monkeypatch.setattr(fp8bridge.demo.run, "run_demo", lambda **options: seen.update(options) or 1)
     assert run("demo", "--steps", "3", "--servers", "1", "--tp", "1", "--pp", "4", "--seed", "7", "--json")[0] == 1
-    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True}
+    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True, "stock": False}
 
 
 @pytest.fixture
