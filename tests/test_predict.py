@@ -104,7 +104,7 @@ def test_links_are_read_from_text():
         ("wires=5", "wires=5"),
         ("wire", "wire"),
         ("wire=fast", "needs a number"),
-        ("load=0", "above 0"),
+        ("load=0", "> 0"),
     ):
         with pytest.raises(ConfigError, match=says):
             Links.parse(text)

@@ -67,7 +67,7 @@ def test_a_process_that_wakes_after_it_was_given_up_is_told_so_and_lives():
         transport.connect(timeout_s=60, gone=lambda _: None)
         for bucket in MANIFEST.buckets:
             memory = torch.cat([wire[e.name].contiguous().reshape(-1).view(torch.uint8) for e in bucket.entries])
-            transport.send(PackedBucket(bucket, memory, tuple(bucket_checksums(bucket, memory))))
+            transport.send(PackedBucket(bucket, memory, bucket_checksums(bucket, memory)))
         transport.wait(MANIFEST.buckets[1].index)
         assert isinstance(transport.failures["a"], ServerTimeoutError)
         transport.close("over")
@@ -77,7 +77,7 @@ def test_a_process_that_wakes_after_it_was_given_up_is_told_so_and_lives():
         child.kill()
     assert child.returncode == 0, errors
     # Whether the sender's last word still came depends on how full its connection was.
-    assert "did not acknowledge bucket 1" in said or "heard nothing from the trainer" in said
+    assert "did not acknowledge bucket" in said or "heard nothing from the trainer" in said
 
 
 if __name__ == "__main__":
