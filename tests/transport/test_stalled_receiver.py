@@ -77,7 +77,7 @@ def test_a_process_that_wakes_after_it_was_given_up_is_told_so_and_lives():
         child.kill()
     assert child.returncode == 0, errors
     # Whether the sender's last word still came depends on how full its connection was.
-    assert "did not acknowledge bucket 1" in said or "heard nothing from the trainer" in said
+    assert "did not acknowledge bucket" in said or "heard nothing from the trainer" in said
 
 
 if __name__ == "__main__":
