@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +15,7 @@ from .exporters import Exporters
 from .gather import Gather
 from .layout import ServerLayout
 from .nvtx import ranges
-from .plan import Plan
-from .planner import make_plan
+from .planning import agree_on_plan
 from .preflight import resolve_layout
 from .protocols import RolloutServer
 from .ranks import Ranks, agree, connect_ranks
@@ -28,7 +26,7 @@ from .sending import Progress, Sender
 from .session import Member, OnState, ServerSet, Update, check_version
 from .snapshots import Snapshots
 from .transport import open_transport
-from .types import Shard, TensorMeta, WeightSource
+from .types import WeightSource
 
 
 def connect(
@@ -183,7 +181,10 @@ class Bridge:
     def _admit(self, name: str, server: str | RolloutServer) -> dict[str, Any]:
         if self._set is None:
             return {}
-        member = self._set.members.get(name) or Member(self._server(server))
+        member = self._set.members.get(name)
+        if member is None:
+            member = Member(self._server(server))
+            self._held.callback(member.server.close)
         self._set.settle_release(member)
         info = member.server.info()
         resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
@@ -235,7 +236,7 @@ class Bridge:
         layout = ServerLayout.from_hf_config(hello["config"])
         self._reported: dict[str, str | None] = hello["versions"]
         start = time.perf_counter()
-        self.plan = self._plan(layout)
+        self.plan = agree_on_plan(self._ranks, self._source, layout, self.config)
         self._facts = facts_of(self.plan, time.perf_counter() - start)
         self._gather = Gather(self.plan, self._ranks, self._source)
         self._snapshots = Snapshots(self.config.keep_last)
@@ -259,7 +260,11 @@ class Bridge:
             raise ConfigError(f"a server is given twice: {', '.join(names)}")
         if self.config.min_healthy > len(names):
             raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(names)} servers")
-        self._set = ServerSet([self._server(s) for s in servers], on_state=self._on_state)
+        made = []
+        for server in servers:
+            made.append(self._server(server))
+            self._held.callback(made[-1].close)
+        self._set = ServerSet(made, on_state=self._on_state)
         self._held.callback(self._set.close)
         self._exporters = Exporters(self.config)
         self._held.callback(self._exporters.close)
@@ -274,27 +279,6 @@ class Bridge:
             "config": layout.as_hf_config(),
             "versions": {name: info.weight_version for name, info in infos.items()},
         }
-
-    def _plan(self, layout: ServerLayout) -> Plan:
-        def describe() -> list[Any]:
-            metas, shards = self._source.describe()
-            trained = [getattr(self._source, "rule", None), getattr(self._source, "requantized", {})]
-            return [[astuple(m) for m in metas], [astuple(s) for s in shards], *trained]
-
-        answers = agree(self._ranks, describe)
-        described = [
-            ([TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in metas], [Shard(*s) for s in shards])
-            for metas, shards, _, _ in answers
-        ]
-        requantized: dict[str, str] = {}
-        for _, _, _, reasons in answers:
-            requantized |= reasons
-        rules = {rule for _, _, rule, _ in answers if rule}
-        plan = make_plan(described, layout, self.config, trained_rules=rules, requantized=requantized)
-        hashes = agree(self._ranks, lambda: plan.hash)
-        if len(set(hashes)) > 1:
-            raise ConfigError(f"the ranks made different plans ({hashes}); give every rank the same BridgeConfig")
-        return plan
 
     def _preflight(self) -> dict[str, Any]:
         if self._set is None:

@@ -43,17 +43,15 @@ class Exporters:
         for member in self._members:
             try:
                 member.success(report)
-            except OSError as err:
-                log.warning(
-                    "%s could not write the report of version %d: %s", type(member).__name__, report.version, err
-                )
+            except Exception:
+                log.exception("%s could not take the report of version %d", type(member).__name__, report.version)
 
     def failure(self, version: int, error: BaseException) -> None:
         for member in self._members:
             try:
                 member.failure(version, error)
-            except OSError as err:
-                log.warning("%s could not write the failure of version %d: %s", type(member).__name__, version, err)
+            except Exception:
+                log.exception("%s could not take the failure of version %d", type(member).__name__, version)
 
     def close(self) -> None:
         for member in self._members:
@@ -101,11 +99,8 @@ class ChromeTrace:
         self._named = 0
 
     def success(self, report: SyncReport) -> None:
-        # The ranks' common moment, on this rank's clock: the report was made just after the last stage's end.
-        mine = report.traces[0]
-        origin = time.time() - max(start + seconds for _, start, seconds in mine)
         events = [event for rank in range(self._named, len(report.traces)) for event in self._names(rank)]
-        self._append(events + trace_events(report, origin), first=self._named == 0)
+        self._append(events + trace_events(report), first=self._named == 0)
         self._named = len(report.traces)
 
     def failure(self, version: int, error: BaseException) -> None:
@@ -129,14 +124,14 @@ class ChromeTrace:
         return [name("process_name", 0, f"trainer rank {rank}"), *stages]
 
 
-def trace_events(report: SyncReport, origin: float) -> list[dict[str, Any]]:
-    """Complete events (`ph` X, microseconds) of one update; `origin`: its common moment, seconds since 1970."""
+def trace_events(report: SyncReport) -> list[dict[str, Any]]:
+    """Complete events (`ph` X, microseconds since 1970) of one update."""
     return [
         {
             "name": stage,
             "cat": "fp8bridge",
             "ph": "X",
-            "ts": (origin + start) * 1e6,
+            "ts": (report.met_at + start) * 1e6,
             "dur": seconds * 1e6,
             "pid": rank,
             "tid": STAGES.index(stage),

@@ -30,6 +30,8 @@ class Stopwatch:
         self.spans: list[tuple[str, float, float]] = []
         """(stage, start, end), in seconds of `time.perf_counter`."""
         self.common = self._start = time.perf_counter()
+        self.common_at = time.time()
+        """`common`, in seconds since 1970."""
         self._ranges = ranges or (lambda name: nullcontext())
 
     @contextmanager
@@ -45,7 +47,7 @@ class Stopwatch:
 
     def meet(self) -> None:
         """All ranks have just left a collective: traces of ranks whose clocks differ are joined at this moment."""
-        self.common = time.perf_counter()
+        self.common, self.common_at = time.perf_counter(), time.time()
 
     def trace(self) -> list[tuple[str, float, float]]:
         """(stage, start, seconds); the start counts from `meet`, so the first stages are before 0."""
@@ -111,6 +113,8 @@ class SyncReport(PlanFacts):
     """Most memory held by the bridge on a rank, beside the parameters."""
     traces: tuple[list[tuple[str, float, float]], ...] = field(default=(), repr=False)
     """`Stopwatch.trace` of each rank, where a trace was asked for (`BridgeConfig.trace_path`)."""
+    met_at: float = 0.0
+    """The ranks' common moment that traces count from, on rank 0's clock: seconds since 1970."""
 
     @property
     def server_stages(self) -> dict[str, Spread]:

@@ -33,6 +33,7 @@ def measured(watch: Stopwatch, *, paused_s: float, extra_nbytes: int, traced: bo
         "paused_s": paused_s,
         "extra_nbytes": extra_nbytes,
         "trace": watch.trace() if traced else None,
+        "met_at": watch.common_at,
     }
 
 
@@ -48,6 +49,7 @@ def sync_report(
         paused_s=ranks[0]["paused_s"],
         servers=servers,
         extra_nbytes=Spread.of([r["extra_nbytes"] for r in ranks]),
+        met_at=ranks[0]["met_at"],
         traces=tuple(r["trace"] for r in ranks if r["trace"] is not None),
     )
 

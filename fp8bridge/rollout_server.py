@@ -33,7 +33,7 @@ def open_server(
         server = kind(http, facts, timeout_s=timeout_s, host=config.host)
         if config.transport == "zmq" and not server.has_loader:
             raise ServerMismatchError(
-                f"{http.name} is a stock SGLang server without our loader, taking weights over zmq; start it with "
+                f"{http.name} is a stock SGLang server without our loader, which transport 'zmq' needs; start it with "
                 f"--custom-weight-loader {LOADER}, or use transport='nccl'",
                 server=http.name,
             )

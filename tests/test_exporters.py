@@ -68,9 +68,12 @@ def test_the_trace_is_valid_after_every_update_and_has_every_rank_and_stage(tmp_
             for stage in STAGES:
                 seconds = sum(e["dur"] for e in mine if e["name"] == stage) / 1e6
                 assert seconds <= report.stages[stage].max + 1e-6
-    ends = {v: max(e["ts"] + e["dur"] for e in spans if e["args"]["version"] == v) for v in (1, 2)}
-    begins = {v: min(e["ts"] for e in spans if e["args"]["version"] == v) for v in (1, 2)}
-    assert ends[1] <= begins[2], "the second update is after the first"
+    for rank in range(ranks):
+        mine = [e for e in spans if e["pid"] == rank]
+        end = max(e["ts"] + e["dur"] for e in mine if e["args"]["version"] == 1)
+        begin = min(e["ts"] for e in mine if e["args"]["version"] == 2)
+        # Other ranks' clocks are joined to rank 0's as nearly as they leave a collective together.
+        assert end <= begin + (1e5 if rank else 0), "the second update is after the first"
 
 
 def test_ranks_whose_clocks_differ_meet_in_the_trace():
@@ -146,7 +149,7 @@ def test_a_disk_that_fills_up_costs_a_log_line_and_no_update(tmp_path, caplog):
         path.mkdir()
         report = bridge.update_weights(version=1)
     assert report.servers["a"].version == 1
-    assert "JsonLines could not write the report of version 1" in caplog.text
+    assert "JsonLines could not take the report of version 1" in caplog.text
 
 
 def test_a_spread_is_min_median_max():

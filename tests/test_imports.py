@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     # stages; siblings never know each other
     ("keys http", "zmq httpx"),
     ("ranks", "torch torch.distributed"),
+    ("planning", ""),
     ("nvtx", "torch"),
     ("staging parameters", "torch"),
     (

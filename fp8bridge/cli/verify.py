@@ -137,18 +137,12 @@ def _dtype(name: str) -> Any:
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in the folder's safetensors files."""
-    from safetensors import safe_open
+    """Name and tensor of everything in a checkpoint, one at a time."""
+    from ..engine.weight_files import WeightFiles
 
-    from ..errors import ConfigError
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no *.safetensors files; give a checkpoint's folder")
-    for path in files:
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                yield name, opened.get_tensor(name)
+    files = WeightFiles(folder)
+    for name, stored in files.tensors.items():
+        yield name, files.read(name).reshape(stored.shape)
 
 
 def _print(found: list[Held], against: str) -> None:

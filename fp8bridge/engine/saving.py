@@ -24,7 +24,7 @@ from fp8bridge.gather import Gather
 from fp8bridge.layout import SCALE_SUFFIX, ServerLayout
 from fp8bridge.pack import Packer
 from fp8bridge.plan import Bucket, Plan
-from fp8bridge.planner import make_plan
+from fp8bridge.planning import agree_on_plan
 from fp8bridge.ranks import Ranks, agree, connect_ranks
 from fp8bridge.types import Shard, TensorMeta
 
@@ -95,7 +95,7 @@ def save_checkpoint(
             made.append(source if layout.block else _Dequantized(source))
 
         agree(ranks, prepare)
-        plan = _plan(ranks, made[0], layout, settings)
+        plan = agree_on_plan(ranks, made[0], layout, settings)
         started = agree(ranks, lambda: str(start_folder(target, overwrite=overwrite)) if ranks.rank == 0 else "")
         temporary = Path(started[0])
         try:
@@ -179,23 +179,6 @@ class _Dequantized:
 def _dequantized(shard: Shard) -> Shard:
     name, rank, param, *box = astuple(shard)
     return Shard(name, rank, param.removesuffix(te.CODES) + te.DEQUANTIZED, *box)
-
-
-def _plan(ranks: Ranks, source: Any, layout: ServerLayout, settings: BridgeConfig) -> Plan:
-    """The same on every rank, from what all of them describe."""
-
-    def describe() -> list[Any]:
-        metas, shards = source.describe()
-        trained = [getattr(source, "rule", None), getattr(source, "requantized", {})]
-        return [[astuple(m) for m in metas], [astuple(s) for s in shards], *trained]
-
-    answers = agree(ranks, describe)
-    described = [
-        ([TensorMeta(n, tuple(s), d) for n, s, d in m], [Shard(*s) for s in shards]) for m, shards, _, _ in answers
-    ]
-    requantized = {name: why for _, _, _, reasons in answers for name, why in reasons.items()}
-    rules = {rule for _, _, rule, _ in answers if rule}
-    return make_plan(described, layout, settings, trained_rules=rules, requantized=requantized)
 
 
 def _finish(

@@ -6,6 +6,7 @@ and answers on a socket of ours whose address comes with the call.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import msgpack
 import zmq
 
 from ..errors import ServerRefusedError, ServerTimeoutError, WireError
+from ..wire import MAX_HEADER_NBYTES
 from . import payload
 from .client import SglangClient
 
@@ -24,26 +26,27 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the loader of one TP rank answers."""
+    """What the loader of one TP rank answers. `call`: the secret of the call that it answers."""
 
+    call: str
     rank: int
     ok: bool
     message: str
     data: dict[str, Any]
 
     def encode(self) -> bytes:
-        packed: bytes = msgpack.packb([self.rank, self.ok, self.message, self.data])
+        packed: bytes = msgpack.packb([self.call, self.rank, self.ok, self.message, self.data])
         return packed
 
     @classmethod
     def decode(cls, frame: bytes) -> Report:
         try:
-            rank, ok, message, data = msgpack.unpackb(frame)
-            if type(rank) is not int or type(ok) is not bool or type(message) is not str or type(data) is not dict:
+            fields = msgpack.unpackb(frame)
+            if [type(f) for f in fields] != [str, int, bool, str, dict]:
                 raise ValueError("fields of other types")
         except (ValueError, TypeError, msgpack.UnpackException) as err:
             raise WireError(f"an answer that is no report of fp8bridge's loader: {err}") from err
-        return cls(rank, ok, message, data)
+        return cls(*fields)
 
 
 class LoaderAgent:
@@ -61,17 +64,18 @@ class LoaderAgent:
         try:
             host = f"[{self._host}]" if ":" in self._host else self._host
             socket.setsockopt(zmq.IPV6, int(host.startswith("[")))
-            socket.setsockopt(zmq.MAXMSGSIZE, 1 << 30)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_NBYTES)
             port = socket.bind_to_random_port(f"tcp://{host}")
             address = f"tcp://{host}:{port}"
-            calls = [msgpack.packb([phase, rank, address, data]) for rank in range(self._tp_size)]
+            secret = secrets.token_hex(16)
+            calls = [msgpack.packb([phase, rank, address, secret, data]) for rank in range(self._tp_size)]
             self._client.update_from_tensor([payload.pack(c) for c in calls], LOADER, timeout_s=timeout_s)
-            return self._collect(socket, phase)
+            return self._collect(socket, phase, secret)
         finally:
             socket.close(linger=0)
             context.term()
 
-    def _collect(self, socket: zmq.Socket[bytes], phase: str) -> list[Report]:
+    def _collect(self, socket: zmq.Socket[bytes], phase: str, secret: str) -> list[Report]:
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + _GRACE_S
         while len(reports) < self._tp_size:
@@ -82,8 +86,9 @@ class LoaderAgent:
                     f"server reach {self._host}? (BridgeConfig.host)",
                     server=self._client.name,
                 )
-            report = Report.decode(socket.recv())
-            reports[report.rank] = report
+            report = self._read(socket.recv())
+            if report is not None and secrets.compare_digest(report.call, secret):
+                reports[report.rank] = report
         failed = next((r for r in reports.values() if not r.ok), None)
         if failed is not None:
             raise ServerRefusedError(
@@ -93,3 +98,11 @@ class LoaderAgent:
                 server=self._client.name,
             )
         return [reports[r] for r in sorted(reports)]
+
+    def _read(self, frame: bytes) -> Report | None:
+        """None for what some stranger sent to this port."""
+        try:
+            report = Report.decode(frame)
+        except WireError:
+            return None
+        return report if 0 <= report.rank < self._tp_size else None

@@ -41,14 +41,14 @@ _PREFIX = "fp8bridge-"
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's entry. Never raises: an exception here would end the server."""
     try:
-        phase, rank, address, data = msgpack.unpackb(payload.unpack(named_tensors))
+        phase, rank, address, call, data = msgpack.unpackb(payload.unpack(named_tensors))
     except Exception as err:  # noqa: BLE001
         print(f"fp8bridge: a call that cannot be read: {err}")
         return
     try:
-        answer = Report(rank, True, "", _PHASES[phase](model, rank, data))
+        answer = Report(call, rank, True, "", _PHASES[phase](model, rank, data))
     except Exception as err:  # noqa: BLE001
-        answer = Report(rank, False, f"{type(err).__name__}: {err}", {})
+        answer = Report(call, rank, False, f"{type(err).__name__}: {err}", {})
     context = zmq.Context()
     try:
         socket = context.socket(zmq.PUSH)
@@ -74,6 +74,8 @@ class _State:
     scatters: dict[int, tuple[BoundUnpack, list[Copy]]] = field(default_factory=dict)
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """The trainer's GPU memory, by its own address."""
+    trainer: str = ""
+    """Whose slots they are."""
 
 
 _state = _State()
@@ -125,6 +127,9 @@ def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
 def _load_slot(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """One bucket, from the trainer's own GPU memory."""
     manifest, slot = _expect(data), data["slot"]
+    if data["trainer"] != _state.trainer:
+        # Memory stays taken as long as it is mapped here, also that of a trainer that is gone.
+        _state.trainer, _state.slots = data["trainer"], {}
     if data["export"] is not None:
         _state.slots[slot] = open_export(data["export"])
     if slot not in _state.slots:

@@ -34,7 +34,7 @@ class PullingSglangServer(SglangServer):
         self._disclaim()
         body = {"manifest_hash": self._hash, "folder": self._folder, "replay": self.replay}
         start = time.perf_counter()
-        reports = self.loader.call("load", body, timeout_s=None)
+        reports = self.loader.call("load", body, timeout_s=self._timeout_s)
         load_s = time.perf_counter() - start
         self.load_way = str(reports[0].data["way"])
         self.loader.call("drop", {}, timeout_s=self._timeout_s)
@@ -42,6 +42,8 @@ class PullingSglangServer(SglangServer):
         return load_s
 
     def abort(self, token: str) -> None:
-        if self._session_open or not self.has_sessions:
-            self.loader.call("drop", {}, timeout_s=self._timeout_s)
-        super().abort(token)
+        try:
+            if self._session_open or not self.has_sessions:
+                self.loader.call("drop", {}, timeout_s=self._timeout_s)
+        finally:
+            super().abort(token)

@@ -2,7 +2,9 @@
 
 A rehearsal hands `load_weights` tensors of the right shapes whose content is never read, and keeps every
 write to a parameter from happening. What was written where then says which tensors the server would
-ignore, which parameters would stay as they are in part, and which copies change a dtype.
+ignore, which parameters would stay as they are in part, and which copies change a dtype. A model that
+reads its parameters while it loads makes something of them (MLA's absorbed weights, say), which copies
+alone would leave stale.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan import Manifest
@@ -59,16 +62,20 @@ class Copy:
 
 
 class Watch(TorchDispatchMode):
-    """Sees every write to a parameter. `perform`: let them happen."""
+    """Sees every use of a parameter, and keeps writes from happening.
 
-    def __init__(self, params: dict[str, torch.Tensor], *, perform: bool) -> None:
+    odd: writes that are no plain copy of a tensor that was handed out. read: parameters that something
+    was made from.
+    """
+
+    def __init__(self, params: dict[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
         self.odd: list[str] = []
         self.written: dict[str, int] = {}
+        self.read: set[str] = set()
         self._params = {p.untyped_storage().data_ptr(): (name, p) for name, p in params.items()}
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
-        self._perform = perform
 
     def source(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that is about to be handed out; it starts its storage."""
@@ -77,12 +84,21 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WRITES and args[0].numel():
-            held = self._params.get(args[0].untyped_storage().data_ptr())
+            held = self._held(args[0])
             if held is not None:
                 self._note(held[0], held[1], args[0], args[1] if func is _WRITES[0] else None)
-                if not self._perform:
-                    return args[0]
-        return func(*args, **(kwargs or {}))
+                return args[0]
+        out = func(*args, **(kwargs or {}))
+        self.read |= {name for name, param in self._inputs(args) if not _same_memory(out, param)}
+        return out
+
+    def _held(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        return self._params.get(tensor.untyped_storage().data_ptr())
+
+    def _inputs(self, args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor in pytree.tree_iter(args):
+            if isinstance(tensor, torch.Tensor) and (held := self._held(tensor)) is not None:
+                yield held
 
     def _note(self, name: str, param: torch.Tensor, dst: torch.Tensor, src: Any) -> None:
         self.written[name] = self.written.get(name, 0) + dst.numel()
@@ -107,13 +123,14 @@ class Rehearsal:
     copies: list[Copy]
     problems: list[str]
     complete: bool
-    """Every byte of every tensor is copied once, as it is: the copies alone are the load."""
+    """Every byte of every tensor is copied once, as it is, and nothing else is made of any: the copies alone
+    are the load."""
 
 
 def rehearse(model: Any, manifest: Manifest) -> Rehearsal:
     """Run the model's `load_weights` with nothing written."""
     params = parameters(model)
-    watch = Watch(params, perform=False)
+    watch = Watch(params)
     entries = manifest.entries()
     last = ""
 
@@ -131,11 +148,11 @@ def rehearse(model: Any, manifest: Manifest) -> Rehearsal:
         problems.append(f"load_weights raises at {last}: {type(err).__name__}: {err}")
     beyond = int(getattr(getattr(model, "config", None), "num_hidden_layers", 1 << 30))
     problems += _problems(watch, params, [n for n in entries if _layer(n) < beyond])
-    read: dict[str, int] = {}
-    for copy in watch.copies:
-        read[copy.source] = read.get(copy.source, 0) + copy.src.numel
-    whole = all(read.get(n, 0) == torch.Size(e.shape).numel() for n, e in entries.items())
-    return Rehearsal(watch.copies, problems, not problems and not watch.odd and whole)
+    taken: dict[str, int] = {}
+    for source, region in {(copy.source, copy.src) for copy in watch.copies}:
+        taken[source] = taken.get(source, 0) + region.numel
+    whole = all(taken.get(n, 0) == torch.Size(e.shape).numel() for n, e in entries.items())
+    return Rehearsal(watch.copies, problems, whole and not (problems or watch.odd or watch.read))
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
@@ -152,6 +169,13 @@ def _problems(watch: Watch, params: dict[str, torch.Tensor], names: Iterable[str
     fp8 = ("float8_e4m3fn", "uint8")
     found += [text for text in watch.odd if any(f" {kind} " in text or text.endswith(kind) for kind in fp8)]
     return found
+
+
+def _same_memory(out: Any, param: torch.Tensor) -> bool:
+    """A view: nothing was made of the parameter yet."""
+    memory = param.untyped_storage().data_ptr()
+    views = [t for t in pytree.tree_iter(out) if isinstance(t, torch.Tensor)]
+    return bool(views) and all(t.untyped_storage().data_ptr() == memory for t in views)
 
 
 def _layer(name: str) -> int:

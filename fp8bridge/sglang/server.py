@@ -87,9 +87,16 @@ class SglangServer:
 
     def preflight(self, manifest: Manifest) -> None:
         """Where our loader is in the server: a rehearsal of the load. Else what can be known of a server that
-        does not tell its tensors: the config it was started from."""
+        does not tell its tensors: the config it was started from. One that allows neither is refused."""
         self._manifest = manifest
         layout = self._layout(self._model())
+        if layout is None and not self.has_loader:
+            raise ServerMismatchError(
+                f"{self.name} was started from {self.facts.get('model_path')}, which is not on this host, so nothing "
+                "tells whether it can take this model, and SGLang would answer 200 to any shape; start it with "
+                f"--custom-weight-loader {LOADER}, or put its folder where the trainer can read it",
+                server=self.name,
+            )
         if layout is not None and (found := layout.differences(manifest.layout)):
             raise ServerMismatchError(f"{self.name} has another layout: {'; '.join(found)}", server=self.name)
         if self.has_loader:
@@ -97,7 +104,7 @@ class SglangServer:
 
     def _rehearse(self, manifest: Manifest) -> None:
         reports = self._in_session(
-            lambda: self.loader.call("rehearse", {"manifest": manifest.as_dict()}, timeout_s=None)
+            lambda: self.loader.call("rehearse", {"manifest": manifest.as_dict()}, timeout_s=self._timeout_s)
         )
         problems = next((r.data["problems"] for r in reports if r.data["problems"]), None)
         if problems:
@@ -163,15 +170,24 @@ class SglangServer:
         self.client.update_from_distributed(bucket, group, timeout_s=timeout_s)
 
     def load_slot(
-        self, bucket: Bucket, manifest_hash: str, slot: int, exported: dict[str, Any] | None, *, timeout_s: float
+        self,
+        bucket: Bucket,
+        manifest_hash: str,
+        slot: int,
+        exported: dict[str, Any] | None,
+        *,
+        trainer: str,
+        timeout_s: float,
     ) -> None:
         """Load a bucket that lies in the trainer's GPU memory `slot`; `exported`: what that is, the first time.
+        A new `trainer` makes the server let go of another one's slots.
 
         Returns when the server's device has read it.
         """
         self._disclaim()
         body = {"manifest_hash": manifest_hash, "index": bucket.index, "slot": slot, "export": exported}
-        reports = self.loader.call("load_slot", body | {"replay": self.replay}, timeout_s=timeout_s)
+        body |= {"trainer": trainer, "replay": self.replay}
+        reports = self.loader.call("load_slot", body, timeout_s=timeout_s)
         self.load_way = str(reports[0].data["way"])
 
     def commit(self, token: str, version: str) -> float | None:
@@ -183,7 +199,11 @@ class SglangServer:
     def abort(self, token: str) -> None:
         if self._taken is not None:
             raise self._taken
-        self._end()
+        try:
+            self._end()
+        except ServerRefusedError as err:
+            # A refusal of the abort itself would mean another trainer's session; this one is ours to clean up.
+            raise ServerError(err.message, server=self.name) from err
         if self._touched:
             raise ServerError(
                 f"{self.name} holds a mix of two versions, since SGLang loads in place; send it a whole one "
@@ -200,7 +220,7 @@ class SglangServer:
     def checksums(self) -> dict[str, int]:
         if self.has_loader and self._manifest is not None:
             body = {"manifest_hash": self._manifest.hash}
-            reports = self._in_session(lambda: self.loader.call("checksums", body, timeout_s=None))
+            reports = self._in_session(lambda: self.loader.call("checksums", body, timeout_s=self._timeout_s))
             return dict(reports[0].data["tensors"])
         raise ServerMismatchError(
             f"{self.name} cannot tell the bytes of its tensors: SGLang's own checker hashes dequantized, fused "
@@ -257,11 +277,6 @@ class SglangServer:
 
     def _layout(self, model: dict[str, Any] | None) -> ServerLayout | None:
         if model is None:
-            log.warning(
-                "%s was started from %s, which is not on this host: the trainer's config decides its layout",
-                self.name,
-                self.facts.get("model_path"),
-            )
             return None
         try:
             return ServerLayout.from_hf_config(model)

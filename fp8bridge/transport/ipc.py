@@ -7,6 +7,7 @@ then is the slot written again.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -29,6 +30,7 @@ class IpcTransport:
         self.failures: dict[str, BridgeError] = {}
         self._config = config
         self._servers: dict[str, Any] = {}
+        self._trainer = secrets.token_hex(8)
         self._exported: dict[str, set[int]] = {}
         self._live: set[str] = set()
         self._loading: dict[int, dict[str, Future[None]]] = {}
@@ -94,11 +96,18 @@ class IpcTransport:
         if name in self.failures or not packed.bucket.nbytes:
             return
         server, slot = self._servers[name], packed.memory.data_ptr()
-        # The slot is larger than the bucket that is in it now: all of it is exported, once.
-        whole = torch.empty(0, dtype=torch.uint8, device=packed.memory.device)
-        whole.set_(packed.memory.untyped_storage())
-        exported = None if slot in self._exported[name] else export(whole)
-        server.load_slot(packed.bucket, self._hash, slot, exported, timeout_s=self._config.bucket_timeout_s)
+        try:
+            exported = None if slot in self._exported[name] else _export_slot(packed.memory)
+            server.load_slot(
+                packed.bucket,
+                self._hash,
+                slot,
+                exported,
+                trainer=self._trainer,
+                timeout_s=self._config.bucket_timeout_s,
+            )
+        except RuntimeError as err:
+            raise TransportError(f"{name}: bucket {packed.bucket.index} cannot be shared: {err}", server=name) from err
         self._exported[name].add(slot)
 
     def _lose(self, name: str, error: BridgeError) -> None:
@@ -106,3 +115,10 @@ class IpcTransport:
         self._live.discard(name)
         # It may have been restarted by the time it is back.
         self._exported[name] = set()
+
+
+def _export_slot(memory: torch.Tensor) -> dict[str, Any]:
+    """All of the slot that a bucket's memory is the beginning of: the next one in it may be larger."""
+    whole = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    whole.set_(memory.untyped_storage())
+    return export(whole)
