@@ -181,18 +181,20 @@ class Bridge:
     def _admit(self, name: str, server: str | RolloutServer) -> dict[str, Any]:
         if self._set is None:
             return {}
-        member = self._set.members.get(name)
-        if member is None:
-            member = Member(self._server(server))
-            self._held.callback(member.server.close)
-        self._set.settle_release(member)
-        info = member.server.info()
-        resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
-        member.server.preflight(self.plan.manifest)
-        self._transport.join(member.server)
-        member.server.resume()
-        member.version = None
-        self._set.add(member)
+        with ExitStack() as opened:
+            member = self._set.members.get(name)
+            if member is None:
+                member = Member(self._server(server))
+                opened.callback(member.server.close)
+            self._set.settle_release(member)
+            info = member.server.info()
+            resolve_layout({member.name: info}, self._source.hf_config, expected=self.plan.layout)
+            member.server.preflight(self.plan.manifest)
+            self._transport.join(member.server)
+            member.server.resume()
+            member.version = None
+            self._set.add(member)
+            opened.pop_all()
         self._set.move(member, "catching_up")
         return encoded(states(self._set))
 
@@ -260,11 +262,13 @@ class Bridge:
             raise ConfigError(f"a server is given twice: {', '.join(names)}")
         if self.config.min_healthy > len(names):
             raise ConfigError(f"min_healthy is {self.config.min_healthy}, but there are {len(names)} servers")
-        made = []
-        for server in servers:
-            made.append(self._server(server))
-            self._held.callback(made[-1].close)
-        self._set = ServerSet(made, on_state=self._on_state)
+        with ExitStack() as opened:
+            made = []
+            for server in servers:
+                made.append(self._server(server))
+                opened.callback(made[-1].close)
+            self._set = ServerSet(made, on_state=self._on_state)
+            opened.pop_all()
         self._held.callback(self._set.close)
         self._exporters = Exporters(self.config)
         self._held.callback(self._exporters.close)
