@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8bridge.bench.baseline import DeviceSink, run_baseline
-from fp8bridge.bench.ceilings import copy_gbytes_per_s, socket_gbytes_per_s
+from fp8bridge.bench.ceilings import broadcast_gbytes_per_s, copy_gbytes_per_s, socket_gbytes_per_s
 from fp8bridge.bench.servers import ScatterServer, start_servers
 from fp8bridge.bench.source import SyntheticSource
 from fp8bridge.bench.sweeps import sweep
@@ -124,6 +124,7 @@ def test_sweeps_change_one_thing():
 def test_ceilings_are_measured():
     assert copy_gbytes_per_s(CPU, 1 << 20) > 0.01
     assert socket_gbytes_per_s(1 << 16, streams=2, total_nbytes=1 << 20) > 0.001
+    assert broadcast_gbytes_per_s(1 << 16, backend="gloo", device=CPU, total_nbytes=1 << 20) > 0.001
 
 
 def test_a_transport_without_a_server_of_its_own_asks_for_urls():

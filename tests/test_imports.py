@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("adapters.*", "torch torch.distributed megatron transformer_engine"),
     ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
-    ("bench.*", "torch triton numpy zmq rich matplotlib"),
+    ("bench.*", "torch torch.distributed triton numpy zmq rich matplotlib"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx safetensors"),
     ("__main__", ""),

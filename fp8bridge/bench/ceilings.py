@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured in the same run: a device copy, and raw sockets."""
+"""What the machine can do at best, measured in the same run: a device copy, raw sockets, raw broadcasts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import multiprocessing
 import socket
 import threading
 import time
+from multiprocessing.queues import SimpleQueue
 
 import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
 
 _WORD = b"k"
 
@@ -56,6 +60,50 @@ def socket_gbytes_per_s(message_nbytes: int, *, streams: int = 1, total_nbytes: 
             each.close()
         child.join()
     return message_nbytes * messages * streams / seconds / 1e9
+
+
+def broadcast_gbytes_per_s(
+    message_nbytes: int, *, backend: str, device: torch.device, total_nbytes: int = 1 << 30
+) -> float:
+    """One broadcast after the other from one rank to another, both processes of their own on `device`. Two NCCL
+    ranks on one GPU need NCCL 2.30 and its environment (CONTRIBUTING.md), which the processes inherit."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    messages = max(2, total_nbytes // message_nbytes)
+    options = (port, backend, str(device), message_nbytes, messages, answers)
+    children = [context.Process(target=_broadcast, args=(rank, *options), daemon=True) for rank in (0, 1)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    if any(child.exitcode for child in children):
+        raise ConfigError(f"two ranks could not broadcast over {backend} on {device}; their words are above")
+    seconds: float = answers.get()
+    return message_nbytes * messages / seconds / 1e9
+
+
+def _broadcast(
+    rank: int, port: int, backend: str, device: str, nbytes: int, messages: int, answers: SimpleQueue[float]
+) -> None:
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def one() -> None:
+        dist.broadcast(memory, src=0)
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)
+
+    for _ in range(2):
+        one()
+    start = time.perf_counter()
+    for _ in range(messages):
+        one()
+    dist.barrier()
+    if rank == 0:
+        answers.put(time.perf_counter() - start)
+    dist.destroy_process_group()
 
 
 def _send_all(connection: socket.socket, payload: memoryview, messages: int) -> None:

@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..predict import Links, predict
 from ..report import SyncReport
 from .baseline import open_sink, run_baseline
-from .ceilings import copy_gbytes_per_s, socket_gbytes_per_s
+from .ceilings import broadcast_gbytes_per_s, copy_gbytes_per_s, socket_gbytes_per_s
 from .servers import start_servers
 from .source import SyntheticSource
 
@@ -158,10 +158,12 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
     message = min(case.bucket_nbytes, report.nbytes)
     if case.transport == "loopback":
         return {"kind": "device copy", "gbytes_per_s": copy_gbytes_per_s(device, max(message, MIB))}
-    return {
-        "kind": "raw socket",
-        "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=max(message, min(report.nbytes, 4 << 30))),
-    }
+    total = max(message, min(report.nbytes, 4 << 30))
+    if case.transport == "nccl":
+        backend = str(dict(case.settings).get("group_backend", "nccl"))
+        speed = broadcast_gbytes_per_s(message, backend=backend, device=device, total_nbytes=total)
+        return {"kind": "raw broadcast", "gbytes_per_s": speed}
+    return {"kind": "raw socket", "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=total)}
 
 
 def _predicted(result: dict[str, Any], plan: Plan) -> float:

@@ -26,7 +26,7 @@ def sync(
     model: Annotated[str, typer.Option(help="A model by name (Qwen3-30B-A3B), or its config.json.")] = "Qwen3-0.6B",
     layers: Annotated[int | None, typer.Option(help="Take this many layers of it.", min=1)] = None,
     only: Annotated[str, typer.Option(help="Take the tensors whose name has this text, such as .experts.")] = "",
-    transport: Annotated[Literal["zmq", "loopback"], typer.Option(help="How buckets travel.")] = "zmq",
+    transport: Annotated[str, typer.Option(help="How buckets travel, as in BridgeConfig.")] = "zmq",
     servers: Annotated[str, typer.Option(help="How many of the benchmark's own servers, or URLs: a,b.")] = "1",
     formats: Annotated[Literal["both", "fp8", "bf16"], typer.Option(help="What the servers hold.")] = "both",
     bucket_mb: Annotated[float, typer.Option(help="Largest bucket, in MiB.", min=0.001)] = 256,
