@@ -65,22 +65,32 @@ def test_a_sync_leaves_the_reference_bits_on_a_scatter_server(format):
     assert_same_bits(server.tensors, expected_wire(dict(made.whole()), layout))
 
 
-@pytest.mark.parametrize("transport", ["loopback", "zmq"])
-def test_both_formats_with_baseline_give_a_table(transport):
+def is_whole(result):
+    assert result["seconds"] > 0
+    assert result["predicted_s"] > 0
+    assert result["baseline"]["seconds"] > 0
+    assert result["ceiling"]["gbytes_per_s"] > 0
+    assert share_of_ceiling(result) > 0
+    assert len(result["reports"]) == 2
+    json.dumps(result)
+
+
+def test_both_formats_with_baseline_give_a_table():
     made = source()
-    results = [run_case(c, made) for c in both_formats(case(transport=transport, repeat=1))]
+    results = [run_case(c, made) for c in both_formats(case(repeat=1))]
     assert [len(row) for row in rows(results)] == [len(COLUMNS)] * 2
     assert markdown(results).count("\n") == 4
     for result in results:
-        assert result["seconds"] > 0
-        assert result["predicted_s"] > 0
-        assert result["baseline"]["seconds"] > 0
-        assert result["ceiling"]["gbytes_per_s"] > 0
-        assert share_of_ceiling(result) > 0
-        assert len(result["reports"]) == 2
-        json.dumps(result)
+        is_whole(result)
     fp8, bf16 = results
     assert fp8["nbytes"] < 0.7 * bf16["nbytes"] == 0.7 * bf16["nbytes_in"]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "nccl"])
+def test_servers_of_other_processes_give_the_same(transport):
+    result = run_case(case(transport=transport, repeat=1), source())
+    is_whole(result)
+    assert result["ceiling"]["kind"] == {"zmq": "raw socket", "nccl": "raw broadcast"}[transport]
 
 
 def test_no_speed_is_shown_for_a_sync_that_does_not_verify(monkeypatch):
@@ -124,14 +134,14 @@ def test_sweeps_change_one_thing():
 def test_ceilings_are_measured():
     assert copy_gbytes_per_s(CPU, 1 << 20) > 0.01
     assert socket_gbytes_per_s(1 << 16, streams=2, total_nbytes=1 << 20) > 0.001
-    assert broadcast_gbytes_per_s(1 << 16, backend="gloo", device=CPU, total_nbytes=1 << 20) > 0.001
+    assert broadcast_gbytes_per_s(1 << 16, backend="gloo", devices=(CPU, CPU), total_nbytes=1 << 20) > 0.001
 
 
 def test_a_transport_without_a_server_of_its_own_asks_for_urls():
     layout = ServerLayout.from_hf_config(case().config)
-    with pytest.raises(ConfigError, match="give their URLs"), start_servers("nccl", 1, layout, device=CPU):
+    with pytest.raises(ConfigError, match="give their URLs"), start_servers("ipc", 1, layout, device=CPU):
         pass
-    with start_servers("nccl", ["http://a:1"], layout, device=CPU) as servers:
+    with start_servers("ipc", ["http://a:1"], layout, device=CPU) as servers:
         assert servers == ["http://a:1"]
 
 

@@ -16,6 +16,7 @@ import zmq
 from ..errors import VerifyError
 from ..layout import SCALE_SUFFIX, ServerLayout
 from ..staging import tensor_checksum
+from ..transport.nccl import abandon, free_port, from_rank_0, make_group
 from ..types import TensorMeta
 from .per_tensor import quantize_one
 from .source import SyntheticSource
@@ -72,10 +73,73 @@ class SocketSink:
         """The receiver keeps nothing."""
 
 
+class BroadcastSink:
+    """A rank of a group of two on the other end: a broadcast per tensor, an answer per bucket."""
+
+    def __init__(self, group: Any, answers: Any) -> None:
+        self._group = group
+        self._answers = answers
+        self._held: list[torch.Tensor] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._held.append(tensor)
+
+    def wait(self) -> None:
+        """The sizes of a bucket's tensors in one message, as a request has them; then the tensors."""
+        self._answers.send([tensor.numel() for tensor in self._held])
+        for tensor in self._held:
+            self._group.broadcast([tensor], from_rank_0()).wait()
+        self._held = []
+        self._answers.recv()
+
+    def rewind(self) -> None:
+        """The receiver keeps nothing."""
+
+
 @contextmanager
-def open_sink(transport: str) -> Iterator[DeviceSink | SocketSink]:
+def _broadcast_sink(backend: str, device: str) -> Iterator[BroadcastSink]:
+    ours, theirs = multiprocessing.Pipe()
+    port = free_port("127.0.0.1")
+    child = multiprocessing.get_context("spawn").Process(
+        target=_join, args=(port, backend, device, theirs), daemon=True
+    )
+    child.start()
+    try:
+        group = _pair(0, port, backend)
+        yield BroadcastSink(group, ours)
+        ours.send(None)
+        child.join(30)
+        abandon(group, backend)
+    finally:
+        child.kill()
+
+
+def _pair(rank: int, port: int, backend: str) -> Any:
+    return make_group("127.0.0.1", port, 2, "baseline", backend, rank=rank, timeout_s=120, bucket_timeout_s=120)
+
+
+def _join(port: int, backend: str, device: str, answers: Any) -> None:
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    group = _pair(1, port, backend)
+    while (sizes := answers.recv()) is not None:
+        for nbytes in sizes:
+            group.broadcast([torch.empty(nbytes, dtype=torch.uint8, device=where)], from_rank_0()).wait()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        answers.send(None)
+
+
+@contextmanager
+def open_sink(transport: str, *, backend: str, device: str) -> Iterator[DeviceSink | SocketSink | BroadcastSink]:
+    """backend, device: of the group of `nccl`."""
     if transport == "loopback":
         yield DeviceSink()
+        return
+    if transport == "nccl":
+        with _broadcast_sink(backend, device) as sink:
+            yield sink
         return
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -105,7 +169,7 @@ def _receive(port: int) -> None:
 def run_baseline(
     source: SyntheticSource,
     layout: ServerLayout,
-    sink: DeviceSink | SocketSink,
+    sink: DeviceSink | SocketSink | BroadcastSink,
     *,
     rule: str,
     bucket_nbytes: int,

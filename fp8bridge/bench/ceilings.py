@@ -63,30 +63,37 @@ def socket_gbytes_per_s(message_nbytes: int, *, streams: int = 1, total_nbytes: 
 
 
 def broadcast_gbytes_per_s(
-    message_nbytes: int, *, backend: str, device: torch.device, total_nbytes: int = 1 << 30
+    message_nbytes: int, *, backend: str, devices: tuple[torch.device, torch.device], total_nbytes: int = 1 << 30
 ) -> float:
-    """One broadcast after the other from one rank to another, both processes of their own on `device`. Two NCCL
+    """One broadcast after the other from one rank to another, each a process of its own on its device. Two NCCL
     ranks on one GPU need NCCL 2.30 and its environment (CONTRIBUTING.md), which the processes inherit."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     messages = max(2, total_nbytes // message_nbytes)
-    options = (port, backend, str(device), message_nbytes, messages, answers)
-    children = [context.Process(target=_broadcast, args=(rank, *options), daemon=True) for rank in (0, 1)]
+    options = (port, backend, message_nbytes, messages, answers)
+    children = [
+        context.Process(target=_broadcast, args=(rank, str(device), *options), daemon=True)
+        for rank, device in enumerate(devices)
+    ]
     for child in children:
         child.start()
     for child in children:
         child.join()
     if any(child.exitcode for child in children):
-        raise ConfigError(f"two ranks could not broadcast over {backend} on {device}; their words are above")
+        raise ConfigError(
+            f"two ranks could not broadcast over {backend} on {devices[0]} and {devices[1]}; their words are above"
+        )
     seconds: float = answers.get()
     return message_nbytes * messages / seconds / 1e9
 
 
 def _broadcast(
-    rank: int, port: int, backend: str, device: str, nbytes: int, messages: int, answers: SimpleQueue[float]
+    rank: int, device: str, port: int, backend: str, nbytes: int, messages: int, answers: SimpleQueue[float]
 ) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 

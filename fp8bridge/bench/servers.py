@@ -18,11 +18,12 @@ import torch
 from ..errors import ConfigError
 from ..kernels import BoundUnpack, UnpackItem, UnpackTable
 from ..layout import ServerLayout
-from ..plan import Manifest
+from ..plan import Bucket, Manifest
 from ..protocols import PackedBucket, RolloutServer
 from ..receiver import Receiver
 from ..staging import bucket_checksums, unsigned
 from ..transport.loopback import LoopbackServer
+from ..transport.nccl import from_rank_0, make_group
 
 
 class ScatterServer(LoopbackServer):
@@ -79,12 +80,40 @@ class ZmqServer(LoopbackServer):
         self._load_s = receiver.load_s
 
 
-class _Control:
-    """What runs in the child: one server, made on the first call. Its methods are called through a pipe."""
+class GroupServer(ScatterServer):
+    """Receives each bucket in one broadcast, as stock SGLang does, and scatters it into its tensors."""
 
-    def __init__(self, name: str, layout: dict[str, Any], threads: int) -> None:
+    def init_group(
+        self, *, host: str, port: int, rank_offset: int, world_size: int, group: str, backend: str, timeout_s: float
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._group = make_group(
+            host, port, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
+        )
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def destroy_group(self, group: str, *, timeout_s: float) -> None:
+        torch.distributed.destroy_process_group(self._group)
+
+    def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
+        if self._memory.numel() < bucket.nbytes:
+            self._memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+        memory = self._memory[: bucket.nbytes]
+        self._group.broadcast([memory], from_rank_0()).wait()
+        self.take(PackedBucket(bucket, memory, b""))
+
+    def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
+        """Each bucket has a request of its own."""
+
+
+class _Control:
+    """What runs in the child: one server. Its methods are called through a pipe."""
+
+    def __init__(self, transport: str, name: str, layout: dict[str, Any], device: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._server = ZmqServer(name, layout=ServerLayout.from_hf_config(layout))
+        kind, where = (GroupServer, device) if transport == "nccl" else (ZmqServer, "cpu")
+        self._server = kind(name, layout=ServerLayout.from_hf_config(layout), device=torch.device(where))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(self._server, method)(*args, **kwargs)
@@ -98,11 +127,15 @@ _Manager.register("Control", _Control)
 
 
 class ProcessServer:
-    """A `ZmqServer` in a process of its own, so that it does not share this one's interpreter."""
+    """A server in a process of its own, so that it does not share this one's interpreter."""
+
+    tp_size = 1
 
     def __init__(self, name: str, control: Any) -> None:
         self.name = name
         self._control = control
+        self.client = self
+        """Where the `nccl` transport looks for the calls that make a group."""
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
@@ -124,7 +157,7 @@ def start_servers(
     if transport == "loopback":
         yield [ScatterServer(f"loopback-{i}", layout=layout, device=device) for i in range(servers)]
         return
-    if transport != "zmq":
+    if transport not in ("zmq", "nccl"):
         raise ConfigError(f"transport {transport!r} needs running servers: give their URLs")
     managers = [
         _Manager(ctx=multiprocessing.get_context("spawn"), authkey=secrets.token_bytes()) for _ in range(servers)
@@ -134,8 +167,8 @@ def start_servers(
             manager.start()
         made: list[str | RolloutServer] = []
         for i, manager in enumerate(managers):
-            control = manager.Control(f"zmq-{i}", layout.as_hf_config(), threads)  # type: ignore[attr-defined]
-            made.append(ProcessServer(f"zmq-{i}", control))
+            options = (transport, f"{transport}-{i}", layout.as_hf_config(), str(device), threads)
+            made.append(ProcessServer(options[1], manager.Control(*options)))  # type: ignore[attr-defined]
         yield made
     finally:
         for manager in managers:

@@ -41,6 +41,8 @@ class Case:
     only: str = ""
     repeat: int = 3
     device: str = "cpu"
+    server_device: str = ""
+    """Of the benchmark's own `nccl` servers; "" is `device`."""
     baseline: bool = True
     settings: tuple[tuple[str, Any], ...] = ()
     """Further fields of BridgeConfig."""
@@ -54,6 +56,10 @@ class Case:
     @property
     def count(self) -> int:
         return self.servers if isinstance(self.servers, int) else len(self.servers)
+
+    @property
+    def far(self) -> torch.device:
+        return torch.device(self.server_device or self.device)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def run_case(case: Case, source: SyntheticSource, progress: Progress = lambda *_
     layout = ServerLayout.from_hf_config(case.config)
     reports: list[SyncReport] = []
     with (
-        start_servers(case.transport, _given(case), layout, device=device) as servers,
+        start_servers(case.transport, _given(case), layout, device=case.far) as servers,
         _connected(case, source, servers) as bridge,
     ):
         base_nbytes, peak = _allocated(device), 0
@@ -108,8 +114,13 @@ def _given(case: Case) -> list[str] | int:
 
 
 def _connected(case: Case, source: SyntheticSource, servers: Sequence[Any]) -> Bridge:
-    settings: dict[str, Any] = {"transport": case.transport, "bucket_nbytes": case.bucket_nbytes} | dict(case.settings)
+    settings: dict[str, Any] = {"transport": case.transport, "bucket_nbytes": case.bucket_nbytes}
+    settings |= {"group_backend": _backend(case)} | dict(case.settings)
     return connect(source, servers, **settings)
+
+
+def _backend(case: Case) -> str:
+    return "gloo" if case.device == "cpu" else "nccl"
 
 
 def _next(bridge: Bridge, version: int) -> int:
@@ -160,8 +171,7 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
         return {"kind": "device copy", "gbytes_per_s": copy_gbytes_per_s(device, max(message, MIB))}
     total = max(message, min(report.nbytes, 4 << 30))
     if case.transport == "nccl":
-        backend = str(dict(case.settings).get("group_backend", "nccl"))
-        speed = broadcast_gbytes_per_s(message, backend=backend, device=device, total_nbytes=total)
+        speed = broadcast_gbytes_per_s(message, backend=_backend(case), devices=(device, case.far), total_nbytes=total)
         return {"kind": "raw broadcast", "gbytes_per_s": speed}
     return {"kind": "raw socket", "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=total)}
 
@@ -196,7 +206,7 @@ def share_of_ceiling(result: dict[str, Any]) -> float:
 def _baseline(
     case: Case, source: SyntheticSource, layout: ServerLayout, sent: dict[str, int], rule: str | None
 ) -> dict[str, Any]:
-    with open_sink(case.transport) as sink:
+    with open_sink(case.transport, backend=_backend(case), device=str(case.far)) as sink:
         options: dict[str, Any] = {
             "rule": rule or "sglang",
             "bucket_nbytes": case.bucket_nbytes,

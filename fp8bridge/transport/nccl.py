@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -131,7 +132,7 @@ class _Line:
         self._forget_left(timeout_s)
         self._group_name = f"fp8bridge-{secrets.token_hex(4)}"
         host, backend, world = self._config.host, self._config.group_backend, 1 + self._server.tp_size
-        port = _free_port(host)
+        port = free_port(host)
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fp8bridge-group")
         making = pool.submit(
             make_group,
@@ -242,26 +243,35 @@ class _Line:
         if ready is not None:
             torch.cuda.set_device(packed.memory.device)
             ready.wait()
-        work = group.broadcast([packed.memory], _from_rank_0())
+        work = group.broadcast([packed.memory], from_rank_0())
         deadline = time.monotonic() + limit_s
-        while not (answer.done() and (work.is_completed() or _error(answer))):
+        futures.wait([answer], timeout=limit_s)
+        if answer.done() and (error := _error(answer)):
+            return error
+        while not work.is_completed() or not answer.done():
             if time.monotonic() > deadline:
                 return ServerTimeoutError(
                     f"{self.name} did not load bucket {packed.bucket.index} in {limit_s:g} s",
                     server=self.name,
                     bucket=packed.bucket.index,
                 )
-            time.sleep(0.0005)
-        if error := _error(answer):
-            return error
+            time.sleep(0.0002)
         work.wait()  # raises what the broadcast met at this end
         return None
 
 
 def make_group(
-    host: str, port: int, world_size: int, name: str, backend: str, *, timeout_s: float, bucket_timeout_s: float
+    host: str,
+    port: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    *,
+    timeout_s: float,
+    bucket_timeout_s: float,
+    rank: int = 0,
 ) -> Any:
-    """Rank 0 of the group that SGLang joins in `init_custom_process_group`; not part of torch's default one.
+    """A rank of the group that SGLang joins in `init_custom_process_group`; not part of torch's default one.
 
     The store's prefixes must be SGLang's: `name`, and what torch's own helper adds. Raises what torch
     raises if not all ranks came in `timeout_s`, which also bounds each collective of a gloo group. NCCL's
@@ -272,14 +282,14 @@ def make_group(
     c10d: Any = distributed_c10d
     limit = timedelta(seconds=timeout_s)
     torch_dist: Any = dist
-    store = torch_dist.TCPStore(host, port, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+    store = torch_dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     bound, default = None, c10d._world.default_pg
     if default is not None:
         # With a bound device torch would split the trainer's own communicator, and wait for its ranks.
         bound, default.bound_device_id = default.bound_device_id, None
     try:
         group, _ = c10d._new_process_group_helper(
-            world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name,
+            world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name,
             timeout=limit if backend == "gloo" else limit + timedelta(seconds=bucket_timeout_s), backend_options=None,
         )  # fmt: skip
     finally:
@@ -291,17 +301,20 @@ def make_group(
 
 def abandon(group: Any, backend: str) -> None:
     """Drop a group whose other ranks may never answer."""
-    from torch.distributed.distributed_c10d import _world
+    from torch.distributed import distributed_c10d
 
+    c10d: Any = distributed_c10d
+    _world = c10d._world
     if backend == "nccl":
         group._get_backend(torch.device("cuda")).abort()
+    c10d._unregister_process_group(group.group_name)
     for table in (_world.pg_group_ranks, _world.pg_map, _world.pg_names, _world.pg_backend_config, _world.pg_to_tag):
         table.pop(group, None)
     # Destroying a gloo group waits for what is pending in it, which its own time limit ends.
     threading.Thread(target=lambda _held: time.sleep(1), args=(group,), daemon=True).start()
 
 
-def _from_rank_0() -> Any:
+def from_rank_0() -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     return options
@@ -316,7 +329,7 @@ def _check_environment() -> None:
         )
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """A port that nothing listens on; the store takes it over at once."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
         s.bind((host, 0))
