@@ -10,13 +10,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import zmq
 
 from .errors import BridgeError, TransportError, WireError
 from .keys import split_key
+from .plan import Bucket
 from .staging import StagedWeights
-from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from .wire import (
+    FRAME_NBYTES,
+    Ack,
+    BucketHeader,
+    Hello,
+    Message,
+    Ping,
+    Refuse,
+    Welcome,
+    decode,
+    encode,
+)
 
 CREDITS = 2
 """Buckets a sender may have in flight to this server: one arriving, one being checked."""
@@ -30,8 +43,8 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
-    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: the
-        memory of its message.
+    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: new
+        memory for each, of which its tensors are views.
     trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
@@ -89,8 +102,10 @@ class Receiver:
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
-        socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
+        frames = 1 + -(-self._weights.largest_bucket_nbytes // FRAME_NBYTES)
+        # A header is 8 bytes a tensor; what a Refuse says is short.
+        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_NBYTES + 8 * self._weights.most_tensors)
+        socket.setsockopt(zmq.RCVHWM, CREDITS * (frames + 1) + 4)
         try:
             address, key = split_key(endpoint)
             if self._trainer_key is not None and key != self._trainer_key:
@@ -167,11 +182,7 @@ class Receiver:
         bucket = self._weights.bucket(message.index)
         if message.nbytes != bucket.nbytes:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
-        if not socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        payload = self._receive_payload(socket, bucket.index, bucket.nbytes)
-        if len(payload) != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} has a payload of {len(payload)} bytes, not {bucket.nbytes}")
+        payload = self._receive_payload(socket, bucket)
         start = time.perf_counter()
         self._weights.stage(bucket.index, _tensor(payload), message.checksums)
         self.load_s += time.perf_counter() - start
@@ -179,16 +190,26 @@ class Receiver:
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes
 
-    def _receive_payload(self, socket: zmq.Socket[bytes], index: int, nbytes: int) -> memoryview:
-        if self._memory is None:
-            # The message's own memory becomes the tensors: a copy would cost as much again as receiving it.
-            return socket.recv(copy=False).buffer
-        memory = self._memory(index, nbytes)
-        return memoryview(memory.data)[: socket.recv_into(memory.data)]
+    def _receive_payload(self, socket: zmq.Socket[bytes], bucket: Bucket) -> memoryview:
+        """All frames of the message, one behind the other, in memory that nobody else has."""
+        take = self._memory or _new_memory
+        view, at = memoryview(take(bucket.index, bucket.nbytes))[: bucket.nbytes], 0
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(copy=False).buffer
+            if len(frame) <= bucket.nbytes - at:
+                view[at : at + len(frame)] = frame
+            at += len(frame)
+        if at != bucket.nbytes:
+            raise WireError(f"bucket {bucket.index} has a payload of {at} bytes, not {bucket.nbytes}")
+        return view
 
     def _check_stop(self) -> None:
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _new_memory(index: int, nbytes: int) -> Any:
+    return np.empty(nbytes, np.uint8)
 
 
 def _tensor(payload: memoryview) -> torch.Tensor:

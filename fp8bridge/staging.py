@@ -107,6 +107,11 @@ class StagedWeights:
         return max((b.nbytes for b in self._manifest.buckets), default=0) if self._manifest else 0
 
     @property
+    def most_tensors(self) -> int:
+        """In a bucket of the running update; 0 outside of one."""
+        return max((len(b.entries) for b in self._manifest.buckets), default=0) if self._manifest else 0
+
+    @property
     def missing(self) -> list[int]:
         """Buckets of the running update that have not arrived."""
         if self._manifest is None:

@@ -59,7 +59,8 @@ class Case:
 
     @property
     def far(self) -> torch.device:
-        return torch.device(self.server_device or self.device)
+        where = torch.device(self.server_device or self.device)
+        return torch.device("cuda", 0) if where == torch.device("cuda") else where
 
     @property
     def config(self) -> dict[str, Any]:
@@ -171,7 +172,8 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
         return {"kind": "device copy", "gbytes_per_s": copy_gbytes_per_s(device, max(message, MIB))}
     total = max(message, min(report.nbytes, 4 << 30))
     if case.transport == "nccl":
-        speed = broadcast_gbytes_per_s(message, backend=_backend(case), devices=(device, case.far), total_nbytes=total)
+        near = torch.device("cuda", 0) if device.type == "cuda" else device
+        speed = broadcast_gbytes_per_s(message, backend=_backend(case), devices=(near, case.far), total_nbytes=total)
         return {"kind": "raw broadcast", "gbytes_per_s": speed}
     return {"kind": "raw socket", "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=total)}
 

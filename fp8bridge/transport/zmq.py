@@ -21,7 +21,7 @@ from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, Tr
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
 from ..protocols import PackedBucket, RolloutServer
-from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from ..wire import FRAME_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
 _TICK_S = 0.05
 _PING_S = 0.5
@@ -80,6 +80,7 @@ class ZmqTransport:
         # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
         # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # counts frames; what bounds the queue are the credits
         if self._keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
@@ -266,7 +267,8 @@ class ZmqTransport:
             return False
         frames: list[bytes | memoryview] = [peer.identity, encode(message)]
         if packed is not None:
-            frames.append(packed.memory.numpy().data)
+            payload = packed.memory.numpy().data
+            frames += [payload[at : at + FRAME_NBYTES] for at in range(0, len(payload), FRAME_NBYTES)] or [payload]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=packed is None)
         except zmq.ZMQError as err:
