@@ -12,17 +12,23 @@ from .sglang.server import SglangServer
 
 
 def open_server(
-    url: str, *, timeout_s: float, api_key: str | None = None, config: BridgeConfig | None = None
+    url: str,
+    *,
+    timeout_s: float,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    config: BridgeConfig | None = None,
 ) -> HttpServer | SglangServer:
     """An embedded server or a stock SGLang one, by its /server_info. Raises ServerError."""
     if config is not None and config.transport == "loopback":
         raise ConfigError(f"transport 'loopback' reaches objects in this process, not {url}; use transport='zmq'")
-    http = Http(url, timeout_s=timeout_s, api_key=api_key)
+    keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+    http = Http(url, timeout_s=timeout_s, **keys)
     try:
         facts = http.call("GET", "/server_info")
         if "fp8bridge" in facts:
             http.close()
-            return HttpServer(url, timeout_s=timeout_s, api_key=api_key)
+            return HttpServer(url, timeout_s=timeout_s, **keys)
         if "tp_size" not in facts:
             raise ServerMismatchError(
                 f"{http.name} is neither an SGLang server nor one of `fp8bridge serve` (by its /server_info)",

@@ -18,8 +18,10 @@ _RELEASE_TIMEOUT_S = 10.0
 class HttpServer:
     """See `protocols.RolloutServer`. `url`: scheme, host and port, as in http://rollout-0:30000."""
 
-    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
-        self._http = Http(url, timeout_s=timeout_s, api_key=api_key)
+    def __init__(
+        self, url: str, *, timeout_s: float, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
+        self._http = Http(url, timeout_s=timeout_s, api_key=api_key, admin_api_key=admin_api_key)
         self.name = self._http.name
         self._timeout_s = timeout_s
 

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from ..config import BridgeConfig
 from ..errors import BridgeError, ConfigError, ServerError, ServerTimeoutError, TransportError
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer
+from ..protocols import PackedBucket, RolloutServer, Target
+from ..sglang.target import BucketTarget
 
 log = logging.getLogger("fp8bridge")
 
@@ -36,33 +37,47 @@ _LEAVE_TIMEOUT_S = 10.0
 
 
 class NcclTransport:
-    """See `protocols.Transport`. Rank 0 alone sends; `servers` are SglangServers."""
+    """See `protocols.Transport`. `servers`, on rank 0, are SglangServers; every other rank that sends knows them
+    as `targets`, and has groups and requests of its own. A server serves one request after the other."""
 
-    multi_sender = False
+    multi_sender = True
+    all_connect = True
 
-    def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig) -> None:
+    def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig, targets: Sequence[Target] = ()) -> None:
         self.failures: dict[str, BridgeError] = {}
         self._config = config
         self._lines: dict[str, _Line] = {}
         self._live: set[str] = set()
-        if config.group_backend == "nccl" and servers:
-            _check_environment()
         for server in servers:
             self.join(server)
+        if not servers:
+            for target in targets:
+                self.meet(target)
 
     def join(self, server: RolloutServer) -> None:
         if not hasattr(server, "load_bucket"):
             raise ConfigError(
                 f"transport 'nccl' sends to stock SGLang, which {server.name} is not; use transport='zmq'"
             )
-        line = self._lines.pop(server.name, None)
-        if line is not None:
-            line.end()
-        self._lines[server.name] = _Line(server, self._config)
+        self._join(server)
+
+    def meet(self, target: Target) -> None:
+        self._join(BucketTarget(target, self._config))
+
+    def _join(self, server: Any) -> None:
+        line = _Line(server, self._config)
+        if (before := self._lines.pop(server.name, None)) is not None:
+            before.retire()
+            line.left = before.left
+        self._lines[server.name] = line
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}
-        self._live = set(tokens) & set(self._lines)
+        self._live = set(tokens) & set(self._lines) if buckets else set()
+        if self._live and self._config.group_backend == "nccl":
+            _check_environment()
+        for name in self._live:
+            self._lines[name].open(tokens[name])
         return "nccl"
 
     def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
@@ -117,16 +132,21 @@ class _Line:
         self._config = config
         self._group: Any = None
         self._group_name = ""
-        self._left: list[str] = []
+        self.left: list[str] = []
         """Groups that the server may still hold."""
         self._outbox: queue.SimpleQueue[tuple[PackedBucket, Any] | None] = queue.SimpleQueue()
         self._answers: dict[int, BridgeError | None] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
+    def open(self, token: str) -> None:
+        """A new update, whose secret for this server is `token`."""
+        self._answers.clear()
+        if isinstance(self._server, BucketTarget):
+            self._server.token = token
+
     def connect(self, timeout_s: float) -> None:
         """Join the server in a new group, unless there is one. Raises BridgeError; never hangs longer."""
-        self._answers.clear()
         if self._group is not None:
             return
         self._forget_left(timeout_s)
@@ -197,7 +217,7 @@ class _Line:
         group, self._group = self._group, None
         thread, self._thread = self._thread, None
         if group is not None:
-            self._left.append(self._group_name)
+            self.left.append(self._group_name)
             abandon(group, self._config.group_backend)
         if thread is not None:
             self._outbox.put(None)
@@ -208,10 +228,17 @@ class _Line:
         if self._group is not None:
             self.end()
             self._forget_left(_LEAVE_TIMEOUT_S)
+        self.retire()
+
+    def retire(self) -> None:
+        """For good; what is still under way ends by itself."""
+        self.end()
+        if isinstance(self._server, BucketTarget):
+            self._server.client.close()
 
     def _forget_left(self, timeout_s: float) -> None:
-        while self._left:
-            name = self._left.pop()
+        while self.left:
+            name = self.left.pop()
             try:
                 self._server.client.destroy_group(name, timeout_s=timeout_s)
             except ServerError as err:

@@ -20,7 +20,7 @@ import zmq
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer
+from ..protocols import PackedBucket, RolloutServer, Target
 from ..wire import FRAME_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
 _TICK_S = 0.05
@@ -46,6 +46,7 @@ class ZmqTransport:
     with CURVE, as the holder of this pair."""
 
     multi_sender = True
+    all_connect = False
 
     def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
         self._keys = keys
@@ -59,6 +60,9 @@ class ZmqTransport:
 
     def join(self, server: RolloutServer) -> None:
         """Servers connect by themselves, with the token of an update."""
+
+    def meet(self, target: Target) -> None:
+        """As `join`."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         if self._thread is not None:

@@ -81,8 +81,12 @@ def weights(seed, config=BF16):
 
 
 def fused(model, config):
-    """What SGLang's parameters must be, by hand: q, k, v and gate, up stacked, codes and scales alike."""
-    wire = expected_wire(model, fp8bridge.ServerLayout.from_hf_config(config))
+    """What SGLang's parameters must be."""
+    return fuse(expected_wire(model, fp8bridge.ServerLayout.from_hf_config(config)), config)
+
+
+def fuse(wire, config):
+    """By hand: q, k, v and gate, up stacked, codes and scales alike."""
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
@@ -110,7 +114,8 @@ class SglangProcess:
             [python, ROOT / "scripts/sglang_cpu/launch.py", *words, "--custom-weight-loader", LOADER, DUMP, *more],
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            # SGLang wants to know the cores of each TP rank where there are fewer NUMA nodes than ranks.
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
             start_new_session=True,
         )
 
