@@ -23,6 +23,8 @@ from .source import SyntheticSource
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FORMATS = ("fp8", "bf16")
+IN_PROCESS_BUCKET_S = 0.00025
+"""What a bucket costs without a wire: launches and synchronizations (H200, sweep over bucket sizes)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, buckets done, buckets in all)."""
@@ -179,14 +181,16 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
 
 
 def _predicted(result: dict[str, Any], plan: Plan) -> float:
-    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own and the raw
-    socket's. So the error is that of the model: what overlaps, and what it leaves out."""
+    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own, the ceiling's, and
+    the time of begin, open and commit. So the error is that of the model: what overlaps, and what it leaves out."""
     ceiling, load_s = result["ceiling"], result["server_load_s"]
     links = Links(
         wire=1e6 if ceiling["kind"] == "device copy" else ceiling["gbytes_per_s"],
         copy=(result["nbytes_in"] + result["nbytes"]) / result["stages"]["pack"] / 1e9,
         check=result["nbytes_in"] / result["stages"]["check"] / 1e9,
         load=result["nbytes"] / load_s / 1e9 if load_s else None,
+        bucket_s=IN_PROCESS_BUCKET_S if ceiling["kind"] == "device copy" else Links().bucket_s,
+        fixed_s=sum(result["stages"][name] for name in ("begin", "open", "commit")),
     )
     return predict(plan, links, servers=result["servers"]).seconds
 

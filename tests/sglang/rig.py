@@ -101,9 +101,9 @@ def fuse(wire, config):
 
 
 class SglangProcess:
-    """One server. `more`: launch arguments."""
+    """One server. `more`: launch arguments; `env`: more of its environment."""
 
-    def __init__(self, version, folder, *more, port=None):
+    def __init__(self, version, folder, *more, port=None, env=None):
         self.version, self.folder, self.more = version, Path(folder), more
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -114,8 +114,7 @@ class SglangProcess:
             [python, ROOT / "scripts/sglang_cpu/launch.py", *words, "--custom-weight-loader", LOADER, DUMP, *more],
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            # SGLang wants to know the cores of each TP rank where there are fewer NUMA nodes than ranks.
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (env or {}),
             start_new_session=True,
         )
 

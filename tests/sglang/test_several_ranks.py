@@ -26,7 +26,9 @@ TP = 2
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = model_folder(tmp_path_factory.mktemp("tp"), WIDE)
-    started = SglangProcess("0.5.23", folder, "--load-format", "dummy", "--tp", str(TP))
+    # SGLang wants to know the cores of each TP rank where there are fewer NUMA nodes than ranks.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    started = SglangProcess("0.5.23", folder, "--load-format", "dummy", "--tp", str(TP), env=cores)
     try:
         yield started.wait_ready(240)
     finally:
