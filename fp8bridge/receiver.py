@@ -16,7 +16,7 @@ import zmq
 from .errors import BridgeError, TransportError, WireError
 from .keys import split_key
 from .staging import StagedWeights
-from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from .wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode, max_header_nbytes
 
 CREDITS = 2
 """Buckets a sender may have in flight to this server: one arriving, one being checked."""
@@ -61,6 +61,7 @@ class Receiver:
         this server reached all the others. Raises TransportError (silence for `timeout_s`, a sender
         that gave up), WireError and ChecksumError; the senders are told why before it raises.
         """
+        self._header_nbytes = max_header_nbytes(self._weights.longest_list)
         context = zmq.Context()
         sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -89,7 +90,7 @@ class Receiver:
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._header_nbytes, self._weights.largest_bucket_nbytes))
         socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
         try:
             address, key = split_key(endpoint)
@@ -118,7 +119,7 @@ class Receiver:
                     f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it "
                     "(and has it that CURVE key, if any)?"
                 )
-        answer = decode(socket.recv())
+        answer = decode(socket.recv(), self._header_nbytes)
         if isinstance(answer, Refuse):
             raise TransportError(f"sender {endpoint} refused {self._name}: {answer.message}")
         if not isinstance(answer, Welcome):
@@ -155,7 +156,7 @@ class Receiver:
         return nbytes
 
     def _receive_one(self, socket: zmq.Socket[bytes], expected: list[int]) -> int:
-        message: Message = decode(socket.recv())
+        message: Message = decode(socket.recv(), self._header_nbytes)
         if isinstance(message, Ping):
             return 0
         if isinstance(message, Refuse):

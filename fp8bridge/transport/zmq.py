@@ -21,7 +21,7 @@ from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, Tr
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
 from ..protocols import PackedBucket, RolloutServer
-from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode, max_header_nbytes
 
 _TICK_S = 0.05
 _PING_S = 0.5
@@ -79,7 +79,7 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
         # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
         # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_header_nbytes(0))
         if self._keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
