@@ -338,8 +338,10 @@ class Bridge:
             if update is not None:
                 update.rollback(reason)
                 self._states = states(self._set)
-            if isinstance(err, CommitError):
-                self._last_version = max(version, self._last_version or 0)  # some server has it; it is used up
+            if isinstance(err, CommitError) or (update is not None and update.committed):
+                # Some server has it: the number is used up, and no version is everywhere.
+                self._last_version = max(version, self._last_version or 0)
+                self._current = None
             raise
         self._sender.close()
         self._snapshots.commit()
@@ -359,8 +361,12 @@ class Bridge:
 
     def _check(self, version: int) -> None:
         """Before any server hears of the update: versions agree and grow, every value is finite."""
-        check_version(version, self._last_version, self._reported)
-        versions = agree(self._ranks, lambda: version)
+
+        def checked() -> int:
+            check_version(version, self._last_version, self._reported)
+            return version
+
+        versions = agree(self._ranks, checked)
         if len(set(versions)) > 1:
             raise ConfigError(f"the ranks were given different versions: {versions}")
         agree(self._ranks, self._gather.check)

@@ -29,6 +29,7 @@ from .wire import (
     Welcome,
     decode,
     encode,
+    max_header_nbytes,
 )
 
 CREDITS = 2
@@ -74,6 +75,7 @@ class Receiver:
         this server reached all the others. Raises TransportError (silence for `timeout_s`, a sender
         that gave up), WireError and ChecksumError; the senders are told why before it raises.
         """
+        self._header_nbytes = max_header_nbytes(self._weights.longest_list)
         context = zmq.Context()
         sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -103,8 +105,7 @@ class Receiver:
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         frames = 1 + -(-self._weights.largest_bucket_nbytes // FRAME_NBYTES)
-        # A header is 8 bytes a tensor; what a Refuse says is short.
-        socket.setsockopt(zmq.MAXMSGSIZE, FRAME_NBYTES + 8 * self._weights.most_tensors)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._header_nbytes, FRAME_NBYTES))
         socket.setsockopt(zmq.RCVHWM, CREDITS * (frames + 1) + 4)
         try:
             address, key = split_key(endpoint)
@@ -133,7 +134,7 @@ class Receiver:
                     f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it "
                     "(and has it that CURVE key, if any)?"
                 )
-        answer = decode(socket.recv())
+        answer = decode(socket.recv(), self._header_nbytes)
         if isinstance(answer, Refuse):
             raise TransportError(f"sender {endpoint} refused {self._name}: {answer.message}")
         if not isinstance(answer, Welcome):
@@ -170,7 +171,7 @@ class Receiver:
         return nbytes
 
     def _receive_one(self, socket: zmq.Socket[bytes], expected: list[int]) -> int:
-        message: Message = decode(socket.recv())
+        message: Message = decode(socket.recv(), self._header_nbytes)
         if isinstance(message, Ping):
             return 0
         if isinstance(message, Refuse):

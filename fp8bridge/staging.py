@@ -107,9 +107,10 @@ class StagedWeights:
         return max((b.nbytes for b in self._manifest.buckets), default=0) if self._manifest else 0
 
     @property
-    def most_tensors(self) -> int:
-        """In a bucket of the running update; 0 outside of one."""
-        return max((len(b.entries) for b in self._manifest.buckets), default=0) if self._manifest else 0
+    def longest_list(self) -> int:
+        """Of the buckets of the running update, and of the entries of each."""
+        buckets = self._manifest.buckets if self._manifest else ()
+        return max((len(buckets), *(len(b.entries) for b in buckets)))
 
     @property
     def missing(self) -> list[int]:

@@ -37,11 +37,12 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("nvtx", "torch"),
     ("staging parameters", "torch"),
     (
-        "gather pack receiver servers snapshots transport.zmq transport.nccl transport.loopback",
+        "gather pack receiver servers snapshots transport.zmq transport.loopback",
         "torch torch.distributed numpy zmq",
     ),
     ("sglang.*", "torch numpy zmq msgpack"),
     ("transport.ipc", "torch"),
+    ("transport.nccl", "torch torch.distributed"),
     ("transport rollout_server", ""),
     ("session", ""),
     ("reporting", ""),

@@ -197,6 +197,9 @@ class SglangServer:
     def commit(self, token: str, version: str) -> float | None:
         self._end()
         self.client.set_version(version)
+        if (claimed := self.client.weight_version()) != version:
+            self.client.set_version(incomplete(token))
+            raise ServerError(f"{self.name} was told to call itself {version} and says {claimed!r}", server=self.name)
         self._touched = False
         return None
 

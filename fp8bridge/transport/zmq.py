@@ -21,7 +21,19 @@ from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, Tr
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
 from ..protocols import PackedBucket, RolloutServer, Target
-from ..wire import FRAME_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from ..wire import (
+    FRAME_NBYTES,
+    Ack,
+    BucketHeader,
+    Hello,
+    Message,
+    Ping,
+    Refuse,
+    Welcome,
+    decode,
+    encode,
+    max_header_nbytes,
+)
 
 _TICK_S = 0.05
 _PING_S = 0.5
@@ -83,7 +95,7 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
         # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
         # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_header_nbytes(0))
         self._socket.setsockopt(zmq.SNDHWM, 0)  # counts frames; what bounds the queue are the credits
         if self._keys is not None:
             self._socket.curve_server = True
