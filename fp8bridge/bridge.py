@@ -17,7 +17,7 @@ from .plan import Plan
 from .planner import make_plan
 from .preflight import resolve_layout
 from .protocols import RolloutServer
-from .ranks import Ranks, agree, connect_ranks
+from .ranks import Ranks, SingleRank, agree, connect_ranks
 from .report import ServerReport, Spread, Stopwatch, SyncReport
 from .servers import HttpServer
 from .session import Member, ServerSet, Update, check_version
@@ -66,7 +66,8 @@ class Bridge:
         self._set: ServerSet | None = None
         self._closed = False
         self._updating = threading.Lock()
-        self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
+        alone = getattr(source, "alone", False)
+        self._ranks: Ranks = SingleRank() if alone else connect_ranks(timeout_s=config.collective_timeout_s)
         try:
             self._connect(servers)
         except BaseException:
