@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8bridge import BridgeConfig, SyncReport
+from fp8bridge import BridgeConfig, SyncReport, WeightSource
 from fp8bridge.errors import ConfigError
 from fp8bridge.protocols import RolloutServer
 from fp8bridge.servers import HttpServer
@@ -24,9 +23,7 @@ class WeightFeed:
     """Connects at the first update, when the tensors are known. The servers may be other ones at each update.
 
     alone: only this rank calls it, whatever torch.distributed has; else every rank does.
-    held: the framework itself pauses the servers before an update and lets them go on after it.
-    settings: fields of BridgeConfig. `min_healthy` is all servers unless given: these frameworks would go on
-    sampling from one that was fenced.
+    held, settings: see `connect_framework`.
     """
 
     def __init__(
@@ -34,8 +31,8 @@ class WeightFeed:
     ) -> None:
         self.source = HandedSource(hf_config, alone=alone)
         self.report: SyncReport | None = None
-        self._config = bridge_config(settings)
-        self._all_healthy = "min_healthy" not in settings
+        bridge_config(settings)  # a wrong field is an error now, not at the first update
+        self._settings = settings
         self._held = held
         self._bridge: Bridge | None = None
         self._connected: list[str] = []
@@ -73,22 +70,35 @@ class WeightFeed:
             self._bridge = None
 
     def _connect(self, servers: Sequence[str | RolloutServer]) -> Bridge:
-        from fp8bridge import connect
-
         names = [s if isinstance(s, str) else s.name for s in servers]
         if self._bridge is not None and names != self._connected:
             self.close()
         if self._bridge is None:
-            held = [HeldServer(self._server(s)) for s in servers] if self._held else servers
-            config = replace(self._config, min_healthy=max(1, len(names))) if self._all_healthy else self._config
-            self._bridge = connect(self.source, held, config)
+            self._bridge = connect_framework(self.source, servers, self._settings, held=self._held)
             self._connected = names
         return self._bridge
 
-    def _server(self, server: str | RolloutServer) -> RolloutServer:
-        if isinstance(server, str):
-            return HttpServer(server, timeout_s=self._config.request_timeout_s, api_key=self._config.api_key)
-        return server
+
+def connect_framework(
+    source: WeightSource, servers: Sequence[str | RolloutServer], settings: Mapping[str, Any], *, held: bool = False
+) -> Bridge:
+    """`fp8bridge.connect` for a framework that cannot leave a server out.
+
+    `min_healthy` is all servers unless it is given: the framework would go on sampling from one that was
+    fenced. held: it pauses the servers itself before an update and lets them go on after it.
+    """
+    from fp8bridge import connect
+
+    config = bridge_config({"min_healthy": max(1, len(servers))} | dict(settings))
+    if held:
+        servers = [HeldServer(_server(s, config)) for s in servers]
+    return connect(source, servers, config)
+
+
+def _server(server: str | RolloutServer, config: BridgeConfig) -> RolloutServer:
+    if isinstance(server, str):
+        return HttpServer(server, timeout_s=config.request_timeout_s, api_key=config.api_key)
+    return server
 
 
 class HeldServer:

@@ -23,6 +23,7 @@ class Framework:
 FRAMEWORKS = (
     Framework(name="verl", package="verl", adapter="fp8bridge.adapters.verl", page="verl", tested=("0.9", "0.10")),
     Framework(name="TRL", package="trl", adapter="fp8bridge.adapters.trl", page="trl", tested=("1.16", "1.17")),
+    Framework(name="AReaL", package="areal", adapter="fp8bridge.adapters.areal", page="areal", tested=("1.0", "1.1")),
     Framework(name="Ray", package="ray", adapter="fp8bridge.adapters.ray", page="ray", tested=("2.60", "2.61")),
 )
 

@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: make test-frameworks does")
+pytest.importorskip("ray", reason="Ray is not installed: make test-frameworks does")
+
+import ray
 
 from fp8bridge.adapters.ray import RayBridge
 from fp8bridge.adapters.state_dict import StateDictSource
