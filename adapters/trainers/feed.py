@@ -36,7 +36,7 @@ class WeightFeed:
         self._held = held
         self._bridge: Bridge | None = None
         self._connected: list[str] = []
-        self._last_version = -1
+        self._last_version = 0
 
     def update(
         self,

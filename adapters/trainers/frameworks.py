@@ -10,21 +10,46 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """name: as its users say it. package: its distribution, or "" where none is on the registry.
-    adapter: our module. page: under docs/frameworks/. tested: (from this version, below that one)."""
+    """name: as its users say it. package: its distribution. adapter: our module. page: under docs/frameworks/.
+    tested: (from this version, below that one); None: with its published interface only, not with the package."""
 
     name: str
     package: str
     adapter: str
     page: str
-    tested: tuple[str, str]
+    tested: tuple[str, str] | None
 
 
 FRAMEWORKS = (
     Framework(name="verl", package="verl", adapter="fp8bridge.adapters.verl", page="verl", tested=("0.9", "0.10")),
     Framework(name="TRL", package="trl", adapter="fp8bridge.adapters.trl", page="trl", tested=("1.16", "1.17")),
-    Framework(name="AReaL", package="areal", adapter="fp8bridge.adapters.areal", page="areal", tested=("1.0", "1.1")),
     Framework(name="Ray", package="ray", adapter="fp8bridge.adapters.ray", page="ray", tested=("2.60", "2.61")),
+    Framework(name="AReaL", package="areal", adapter="fp8bridge.adapters.areal", page="areal", tested=("1.0", "1.1")),
+    Framework(name="SkyRL", package="skyrl", adapter="fp8bridge.adapters.skyrl", page="skyrl", tested=("0.3", "0.5")),
+    Framework(
+        name="OpenRLHF",
+        package="openrlhf",
+        adapter="fp8bridge.adapters.openrlhf",
+        page="openrlhf",
+        tested=("0.11", "0.12"),
+    ),
+    Framework(
+        name="mbridge",
+        package="mbridge",
+        adapter="fp8bridge.adapters.state_dict",
+        page="exporters",
+        tested=("0.15", "0.16"),
+    ),
+    Framework(
+        name="Megatron-Bridge",
+        package="megatron-bridge",
+        adapter="fp8bridge.adapters.state_dict",
+        page="exporters",
+        tested=("0.6", "0.7"),
+    ),
+    Framework(name="NeMo-RL", package="nemo-rl", adapter="fp8bridge.adapters.nemo_rl", page="nemo-rl", tested=None),
+    Framework(name="slime", package="slime", adapter="fp8bridge.adapters.slime", page="slime", tested=None),
+    Framework(name="miles", package="miles", adapter="fp8bridge.adapters.slime", page="slime", tested=None),
 )
 
 
@@ -39,27 +64,30 @@ def framework(name: str) -> Framework:
 
 def installed(entry: Framework) -> str | None:
     """Its installed version; None if it is not installed."""
-    if not entry.package:
-        return None
     try:
         return importlib.metadata.version(entry.package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def is_tested(entry: Framework, version: str) -> bool:
-    low, high = (_numbers(edge) for edge in entry.tested)
-    return low <= _numbers(version) < high
+def untested(entry: Framework, version: str) -> str:
+    """Why `version` is not one that the adapter was tested with; empty if it is."""
+    if entry.tested is None:
+        return f"tested with the published interface of {entry.name} only, not with the package"
+    low, high = entry.tested
+    if _numbers(low) <= _numbers(version) < _numbers(high):
+        return ""
+    return f"tested with {entry.package} >= {low}, < {high} only"
 
 
 def warn_if_untested(name: str) -> None:
     """Called by an adapter when it is first used."""
     entry = framework(name)
     version = installed(entry)
-    if version is not None and not is_tested(entry, version):
+    why = untested(entry, version) if version is not None else ""
+    if why:
         warnings.warn(
-            f"{entry.adapter} was tested with {entry.package} >= {entry.tested[0]}, < {entry.tested[1]}; "
-            f"{version} is installed. If its interface has changed, the adapter fails where it is called",
+            f"{entry.adapter} is {why}; {version} is installed. Where its interface differs, the call fails",
             UntestedVersionWarning,
             stacklevel=3,
         )

@@ -10,6 +10,7 @@ from typing import Any
 from fp8bridge import SyncReport, WeightSource
 from fp8bridge.errors import ConfigError
 
+from .frameworks import warn_if_untested
 from .ray import RayBridge
 
 
@@ -31,6 +32,7 @@ class BridgeWeightSynchronizer:
         make_source: Callable[[Any], WeightSource] | None = None,
         **settings: Any,
     ) -> None:
+        warn_if_untested("NeMo-RL")
         self._policy = policy
         self._generation = generation
         self._servers = list(servers)
