@@ -39,14 +39,14 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("bridge", ""),
     ("fp8bridge", ""),
     # what stands on it
-    ("adapters.*", "torch torch.distributed megatron transformer_engine ray verl"),
+    ("adapters.*", "torch torch.distributed megatron transformer_engine ray verl deepspeed"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
     ("cli.*", "torch typer rich httpx"),
     ("__main__", ""),
 )
 KERNELS_MAY_IMPORT = {"errors"}
-ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray", "verl"}
+ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray", "verl", "deepspeed"}
 OPTIONAL = ("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers")
 
 FILE_LINES, FUNCTION_LINES = 400, 50

@@ -13,6 +13,7 @@ from fp8bridge import SyncReport
 from fp8bridge.errors import ConfigError
 
 from .feed import connect_framework
+from .frameworks import warn_if_untested
 from .megatron import MegatronSource
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class BridgeUpdater:
     """
 
     def __init__(self, args: Any, model: Any, *unused: Any, **also_unused: Any) -> None:
+        for name in ("slime", "miles"):
+            warn_if_untested(name)
         self._settings = dict(getattr(args, "fp8bridge", None) or {})
         self._given = self._settings.pop("servers", None)
         self._source = MegatronSource(list(model), args.hf_checkpoint)
