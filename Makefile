@@ -6,8 +6,10 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+FRAMEWORKS ?= ray trl verl areal skyrl openrlhf exporters
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-gpu clean
+.PHONY: help demo test lint test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +28,21 @@ lint: $(INSTALLED)  ## install, then ruff and mypy
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
 
+# One environment and one run per framework: their pins differ. NeMo-RL's tests need Ray, and no package of its own.
+test-frameworks: $(INSTALLED)  ## install each framework by itself and run its adapter's tests (FRAMEWORKS="trl ray")
+	@set -e; for name in $(FRAMEWORKS); do \
+	  dir=$(VENV)/frameworks/$$name; tests=tests/frameworks/test_$$name.py; \
+	  if [ $$name = ray ]; then tests="$$tests tests/frameworks/test_nemo_rl.py"; fi; \
+	  test -e $$dir/.installed || { scripts/frameworks_env.sh $$name $$dir $(BIN)/python; touch $$dir/.installed; }; \
+	  $$dir/bin/python -m pytest -o filterwarnings=default -W ignore $$tests; \
+	done
+
+docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an error
+	@$(PIP_INSTALL) -e ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:  ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # megatron-core goes in by itself: its metadata says Python >= 3.12, its wheels work on 3.11.

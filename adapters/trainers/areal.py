@@ -85,7 +85,8 @@ class BridgeUpdates:
         addresses = getattr(getattr(engine, "_engine", engine), "addresses", None)
         if not addresses:
             raise ConfigError(
-                f"a {type(engine).__name__} does not tell its servers' addresses; set bridge_servers on the engine's class"
+                f"a {type(engine).__name__} does not tell its servers' addresses; "
+                "set bridge_servers on the engine's class"
             )
         return [address if "://" in address else f"http://{address}" for address in addresses]
 

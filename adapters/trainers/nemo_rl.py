@@ -57,9 +57,7 @@ class BridgeWeightSynchronizer:
         workers = self._policy.worker_group.workers
         self._bridge = RayBridge(workers, self._make_source, self._servers, **self._settings)
 
-    def sync_weights(
-        self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
+    def sync_weights(self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None) -> dict[str, float]:
         """Give every server the policy's weights as the next version; seconds and bytes for NeMo-RL's logger.
 
         Raises the bridge's errors; weights are then stale as before, and the servers generate with the old ones.

@@ -33,7 +33,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class InstalledFramework:
-    """A training framework that is installed here. `note` is empty if its version is one the adapter was tested with."""
+    """A training framework that is installed here. `note` is empty if the adapter was tested with its version."""
 
     name: str
     version: str

@@ -125,7 +125,9 @@ def test_verify_and_close_before_the_first_update():
     with pytest.raises(ConfigError, match="nothing to verify"):
         feed.verify()
     feed.close()
-    with pytest.raises(ConfigError, match=f"nonsense: no field of BridgeConfig; there are {dataclasses.fields(BridgeConfig)[0].name}"):
+    with pytest.raises(
+        ConfigError, match=f"nonsense: no field of BridgeConfig; there are {dataclasses.fields(BridgeConfig)[0].name}"
+    ):
         WeightFeed(FP8_CONFIG, nonsense=1)
 
 

@@ -1,4 +1,4 @@
-"""slime's and miles' calls (no package on the registry: their published Megatron actor), with a live Megatron model."""
+"""slime's and miles' calls, as their Megatron actor is published (no package is), with a live Megatron model."""
 
 import sys
 from types import ModuleType, SimpleNamespace

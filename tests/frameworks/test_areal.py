@@ -1,4 +1,4 @@
-"""AReaL's own Megatron engine and SGLang client with our updates: a live Megatron-Core model, a real rollout server."""
+"""AReaL's own Megatron engine and SGLang client with our updates: a live Megatron model, a real rollout server."""
 
 import contextlib
 import os

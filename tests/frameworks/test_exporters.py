@@ -52,7 +52,9 @@ fp8bridge.connect = both
 
 def test_the_snippets_export_arrives_as_the_megatron_tables_send_it(server, tmp_path):
     save_model(tmp_path / "model")
-    lines = run_snippet("exporters.md", tmp_path, tmp_path / "model", server.server.url, before=ON_THE_CPU + COMPARE).splitlines()
+    lines = run_snippet(
+        "exporters.md", tmp_path, tmp_path / "model", server.server.url, before=ON_THE_CPU + COMPARE
+    ).splitlines()
     assert [line.split()[0] for line in lines] == ["reference", "1", "2"]
     assert server.version() == "2"
     found = sorted((name, int(value, 16)) for name, value in server.checksums().items())
