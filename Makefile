@@ -39,7 +39,7 @@ test-frameworks: $(INSTALLED)  ## install each framework by itself and run its a
 
 docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an error
 	@$(PIP_INSTALL) -e ".[docs]"
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the virtual environment, caches and builds
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -190,7 +190,15 @@ def _run(code: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["fp8bridge", "fp8bridge.planner", "fp8bridge.session", "fp8bridge.wire", "fp8bridge.adapters.megatron_layout"],
+    [
+        "fp8bridge",
+        "fp8bridge.planner",
+        "fp8bridge.session",
+        "fp8bridge.wire",
+        "fp8bridge.adapters.megatron_layout",
+        "fp8bridge.adapters.frameworks",
+        "fp8bridge.adapters.areal_config",
+    ],
 )
 def test_deciding_needs_no_torch(module):
     heavy = json.loads(_run(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))

@@ -160,3 +160,15 @@ def test_a_rollout_engine_without_addresses_asks_for_them(actor):
     actor.rollout_engine = SimpleNamespace(pause_generation=lambda: None, continue_generation=lambda: None)
     with pytest.raises(ConfigError, match="set bridge_servers on the engine's class"):
         actor.update_weights(meta(1))
+
+
+def test_areals_own_fp8_config_is_known_field_by_field():
+    from areal.api.cli_args import FP8EngineConfig
+
+    from fp8bridge.adapters.areal_config import convert_fp8_config
+
+    fields, notes = convert_fp8_config(FP8EngineConfig(mode="hybrid", recipe="blockwise", param=True))
+    assert fields == {
+        "mode": "hybrid", "recipe": "blockwise", "fp8_params": True, "tp_only_amax_reduction": False
+    }  # fmt: skip
+    assert notes == []
