@@ -9,13 +9,17 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 FRAMEWORKS ?= ray trl verl areal skyrl openrlhf exporters
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-gpu test-frameworks docs clean
+.PHONY: help demo demo-sglang test lint test-sglang test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED)  ## install, then the main job on this machine: train, sync two servers, verify
 	$(BIN)/fp8bridge demo $(ARGS)
+
+demo-sglang: $(INSTALLED)  ## the same against real SGLang servers on this CPU (installs them the first time)
+	@scripts/sglang_cpu/install.sh 0.5.23 .sglang/0.5.23
+	FP8BRIDGE_SGLANG=".sglang/0.5.23/bin/python scripts/sglang_cpu/launch.py" $(BIN)/fp8bridge demo --server sglang $(ARGS)
 
 test: lint  ## install, then ruff, mypy and pytest (ARGS="-k name" picks tests)
 	$(BIN)/pytest $(ARGS)
@@ -24,6 +28,10 @@ lint: $(INSTALLED)  ## install, then ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	scripts/typecheck $(BIN)/python
+
+test-sglang: $(INSTALLED)  ## real SGLang servers of two versions on the CPU (installs them the first time)
+	@for version in 0.5.23 0.5.17; do scripts/sglang_cpu/install.sh $$version .sglang/$$version || exit 1; done
+	$(BIN)/pytest -m sglang tests/sglang $(ARGS)
 
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
@@ -51,7 +59,7 @@ clean:  ## remove the virtual environment, caches and builds
 $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@echo "Installing into $(VENV): a few minutes the first time."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e ".[dev,megatron,serve]"
+	@$(PIP_INSTALL) -e ".[dev,engine,megatron,serve,bench,metrics]"
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python megatron-core
 	@$(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/te transformer-engine
 	@touch $@

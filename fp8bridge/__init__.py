@@ -25,6 +25,7 @@ from .types import Shard, TensorMeta, WeightSource
 
 if TYPE_CHECKING:
     from .bridge import Bridge, connect
+    from .session import ServerEvent
     from .transport.loopback import LoopbackServer
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "BridgeError",
     "LoopbackServer",
     "Plan",
+    "ServerEvent",
     "ServerLayout",
     "Shard",
     "SyncReport",
@@ -44,7 +46,7 @@ __all__ = [
     "errors",
 ]
 
-_LAZY = {"Bridge": ".bridge", "connect": ".bridge", "LoopbackServer": ".transport.loopback"}
+_LAZY = {"Bridge": ".bridge", "connect": ".bridge", "LoopbackServer": ".transport.loopback", "ServerEvent": ".session"}
 """Names that need torch: imported when first used, so that planning tools start at once."""
 
 

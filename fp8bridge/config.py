@@ -15,7 +15,7 @@ BLOCKS = ((128, 128), (1, 128))
 """Scale blocks (rows, columns) that the kernels make."""
 
 POWER_OF_TWO_RULES = ("te_pow2", "ue8m0")
-TRANSPORTS = ("zmq", "loopback")
+TRANSPORTS = ("zmq", "nccl", "ipc", "loopback")
 PAUSE_MODES = ("retract", "abort", "in_place")
 
 MIB = 1 << 20
@@ -25,8 +25,12 @@ MIB = 1 << 20
 class BridgeConfig:
     """Every field has a default that is right for a first run on one host."""
 
-    transport: Literal["zmq", "loopback"] = "zmq"
-    """How buckets travel."""
+    transport: Literal["zmq", "nccl", "ipc", "loopback"] = "zmq"
+    """How buckets travel. `nccl`: one broadcast per bucket into stock SGLang. `ipc`: from
+    the trainer's GPU memory into SGLang on the same GPU."""
+
+    group_backend: Literal["nccl", "gloo"] = "nccl"
+    """Backend of the groups of transport `nccl`; `gloo` is for servers on a CPU."""
 
     rule: Literal["sglang", "te", "te_pow2", "ue8m0"] | None = None
     """Rounding rule. None: `sglang` for fp32 scales, `ue8m0` where the server wants powers of two;
@@ -47,11 +51,19 @@ class BridgeConfig:
     """An update fails, and no server keeps the new version, if fewer servers than this have
     received all of it."""
 
+    keep_last: int = 0
+    """Committed versions kept as packed buckets in host memory, for `Bridge.rollback` and for servers that
+    come back. Each costs the bytes of one sync, spread over the sending ranks, and one more while an update
+    runs."""
+
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     """What servers do with running requests (SGLang's words)."""
 
     host: str = "127.0.0.1"
     """Address of this trainer host that the servers can reach (zmq)."""
+
+    curve_key_file: str | None = None
+    """The trainer's `.key_secret` (`fp8bridge keys`), the same on every rank: encrypts the payload (zmq)."""
 
     allow_plaintext: bool = False
     """Permit unencrypted payload on an address that is not loopback."""
@@ -68,27 +80,51 @@ class BridgeConfig:
     bucket_timeout_s: float = 60.0
     """Longest wait for a server's acknowledgement of one bucket."""
 
+    update_timeout_s: float | None = None
+    """Longest time for all buckets of an update; None: only the limits of its parts."""
+
     collective_timeout_s: float = 600.0
     """Longest wait of one trainer rank for another."""
 
+    report_path: str | None = None
+    """A file to which rank 0 appends a JSON line for each update."""
+
+    trace_path: str | None = None
+    """A file for a Chrome trace of the updates (Perfetto opens it): every stage on every rank. Rank 0 writes it."""
+
+    metrics_port: int | None = None
+    """Port of `host` on which rank 0 serves Prometheus metrics (the `metrics` extra). 0 takes any free one."""
+
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("group_backend", self.group_backend, ("nccl", "gloo"))
         _one_of("senders", self.senders, ("all", "first"))
         _one_of("pause_mode", self.pause_mode, PAUSE_MODES)
         if self.rule is not None:
             _one_of("rule", self.rule, RULES)
         _positive_int("bucket_nbytes", self.bucket_nbytes)
         _positive_int("min_healthy", self.min_healthy)
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise ConfigError(f"keep_last must be 0 or a positive integer, got {self.keep_last!r}")
+        if self.metrics_port is not None and (
+            type(self.metrics_port) is not int or not 0 <= self.metrics_port < 65536
+        ):
+            raise ConfigError(f"metrics_port must be a port number, 0 to 65535, got {self.metrics_port!r}")
         for each in fields(self):
             if each.name.endswith("timeout_s"):
                 value = getattr(self, each.name)
+                if value is None and each.name == "update_timeout_s":
+                    continue
                 if not isinstance(value, int | float) or not value > 0:
                     raise ConfigError(f"{each.name} must be a positive number of seconds, got {value!r}")
-        if self.transport == "zmq" and not self.allow_plaintext and not is_loopback(self.host):
+        encrypted = self.curve_key_file is not None
+        if self.transport == "zmq" and not (encrypted or self.allow_plaintext or is_loopback(self.host)):
             raise ConfigError(
-                f"host {self.host!r} is not loopback and the payload would travel unencrypted; set "
-                "allow_plaintext=True on a network you trust"
+                f"host {self.host!r} is not loopback and the payload would travel unencrypted; set curve_key_file "
+                "(`fp8bridge keys` makes one), or allow_plaintext=True on a network you trust"
             )
+        if encrypted and self.transport != "zmq":
+            raise ConfigError(f"curve_key_file is for transport 'zmq'; {self.transport!r} would ignore it")
 
 
 def is_loopback(host: str) -> bool:

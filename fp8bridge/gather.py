@@ -4,7 +4,7 @@ The owner of a bucket gets one message from each rank that holds a part of it. W
 on scale blocks (`Item.at_source`), a rank quantizes its own shards into the message and the owner only
 puts codes and scales in their places: half the bytes, and the work is shared. Everything a rank sends
 in a round is one launch, everything it places another. A tensor that lies whole on its owner is not
-touched here.
+touched here. What was made for parameters that last (`Parameters.lasts`) serves later updates as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .errors import LayoutError, NonFiniteError, PlanError
-from .kernels import PackItem, PackTable, UnpackItem, UnpackTable, quantize_pack, unpack_scatter
+from .kernels import BoundUnpack, PackItem, PackTable, UnpackItem, UnpackTable, quantize_pack
 from .layout import SCALE_SUFFIX
+from .parameters import Parameters
 from .plan import Bucket, Item, Plan
+from .protocols import Matrices
 from .ranks import Ranks
 from .types import ITEMSIZE, Shard, WeightSource
 
@@ -39,9 +40,10 @@ class _Part:
 class _Round:
     """What this rank does in one round; made once.
 
-    bucket: the one this rank fills, if any. outgoing, incoming: peer -> its parts. own: shards that this
-    rank quantizes for itself. sent, received: peer -> byte range of its message in the memory.
-    staged: item position -> offset of its matrix in staging memory.
+    bucket: the one this rank fills, if any. outgoing, incoming: peer -> its parts. own: shards of its bucket
+    that this rank quantizes or stages for itself. sent, received: peer -> byte range of its message in the memory.
+    staged: item position -> offset of its matrix in staging memory. direct: shards that are packed
+    from where they are.
     """
 
     bucket: Bucket | None
@@ -54,6 +56,7 @@ class _Round:
     receiving_nbytes: int = 0
     staged: dict[int, int] = field(default_factory=dict)
     staging_nbytes: int = 0
+    direct: list[Shard] = field(default_factory=list)
 
 
 class Gather:
@@ -62,15 +65,25 @@ class Gather:
     def __init__(self, plan: Plan, ranks: Ranks, source: WeightSource) -> None:
         self._plan = plan
         self._ranks = ranks
-        self._source = source
         self._items = plan.items_by_bucket()
+        self._parameters = Parameters(source, [(i, s) for i in plan.items for s in i.shards if s.rank == ranks.rank])
         self._scratch: dict[str, torch.Tensor] = {}
-        self._rounds: dict[int, _Round] = {}
+        self._rounds = [_plan_round(plan, r, ranks.rank, self._items) for r in range(len(plan.rounds))]
+        self._sizes = {
+            "sending": max((r.sending_nbytes for r in self._rounds), default=0),
+            "receiving": max((r.receiving_nbytes for r in self._rounds), default=0),
+            "staging": max((r.staging_nbytes for r in self._rounds), default=0),
+        }
         self._packs: dict[int, PackTable] = {}
-        self._unpacks: dict[tuple[int, str], UnpackTable] = {}
-        self.device = torch.device("cpu")
-        self._mine = [(i, s) for i in plan.items for s in i.shards if s.rank == ranks.rank]
-        self._planned = {s.param: _form(source.read(s.param)) for _, s in self._mine}
+        self._packed: dict[int, int | None] = {}
+        """Round -> the epoch whose addresses its pack table has."""
+        self._unpacks: dict[tuple[int, str], tuple[tuple[int, ...], BoundUnpack]] = {}
+        """Round and kind -> the addresses it was bound to, and the binding."""
+        self._ue8m0 = plan.layout.scale_format == "ue8m0"
+
+    @property
+    def device(self) -> torch.device:
+        return self._parameters.device
 
     @property
     def extra_nbytes(self) -> int:
@@ -79,44 +92,23 @@ class Gather:
 
     def bucket(self, index: int) -> Bucket | None:
         """The bucket that this rank fills in round `index`."""
-        return self._round(index).bucket
+        return self._rounds[index].bucket
 
-    def check_finite(self) -> None:
-        """Raise NonFiniteError naming the first tensor with NaN or Inf in this rank's shards, PlanError for a
-        parameter that is not of the shape and dtype that the plan was made for.
+    def check(self) -> None:
+        """Comes before the rounds of every update; nothing has been sent. Raises NonFiniteError, LayoutError
+        and PlanError as `Parameters` does, naming the tensor."""
+        self._parameters.refresh()
+        self._parameters.check_values(power_of_two_scales=self._ue8m0)
 
-        Only what would be sent is looked at: padding rows of a vocabulary may hold anything. Comes
-        before the rounds of every update, and learns on which device the parameters are.
-        """
-        flags = []
-        for item, shard in self._mine:
-            box = self._box(shard)
-            self.device = box.device
-            flags.append(_is_finite(box))
-            if item.action == "pass_through" and self._plan.layout.scale_format == "ue8m0":
-                _check_power_of_two(item, box)
-        if not flags:
-            return
-        for (_, shard), finite in zip(self._mine, torch.stack(flags).tolist(), strict=True):
-            if not finite:
-                count = int((~torch.isfinite(self._box(shard).float())).sum())
-                raise NonFiniteError(
-                    f"{shard.tensor} has {count} NaN or Inf values (parameter {shard.param} on trainer rank "
-                    f"{shard.rank}); nothing was sent. Skip this step, or go back to a good checkpoint",
-                    tensor=shard.tensor,
-                )
-
-    def round(self, index: int, memory: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def round(self, index: int, memory: torch.Tensor | None) -> Matrices:
         """Move round `index`; collective. Fills what other ranks quantized into `memory`, this rank's bucket.
 
-        Returns, for each item of that bucket, its 2-D matrix, or None where codes and scales are in place
-        already. Matrices are views of parameters or of scratch memory, valid until the next round. An
-        error in reading this rank's own parameters is raised after the messages were exchanged (zeros,
-        in an update that is lost anyway), so that no other rank is left waiting.
+        Returns what is left to pack into it. An error in reading this rank's own parameters is raised after
+        the messages were exchanged (zeros, in an update that is lost anyway), so that no other rank is left
+        waiting.
         """
-        plan = self._round(index)
-        sending = self._memory("sending", plan.sending_nbytes)
-        receiving = self._memory("receiving", plan.receiving_nbytes)
+        plan = self._rounds[index]
+        sending, receiving, staging = self._memory("sending"), self._memory("receiving"), self._memory("staging")
         error: Exception | None = None
         try:
             self._fill_messages(index, plan, sending)
@@ -130,20 +122,15 @@ class Gather:
         if error is not None:
             raise error
         if plan.bucket is None or memory is None:
-            return []
-        matrices = self._matrices(plan, self._items[plan.bucket.index])
-        places = _Places(plan.bucket, memory, dict(zip(self._names(plan), matrices, strict=True)), self._plan)
+            return Matrices(None, lambda: [])
         incoming = [part for peer in sorted(plan.incoming) for part in plan.incoming[peer]]
-        self._place(index, "receiving", incoming, receiving, places)
-        self._place(index, "own", plan.own, sending, places)
-        return matrices
-
-    def _names(self, plan: _Round) -> list[str]:
-        assert plan.bucket is not None, "asked for the items of a bucket this rank fills"
-        return [item.meta.name for item in self._items[plan.bucket.index]]
+        self._place(index, "receiving", incoming, receiving, (memory, staging))
+        self._place(index, "own", plan.own, sending, (memory, staging))
+        stamp = (self._parameters.epoch, staging.data_ptr()) if self._parameters.lasts(plan.direct) else None
+        return Matrices(stamp, lambda: self._matrices(plan, staging))
 
     def _fill_messages(self, index: int, plan: _Round, sending: torch.Tensor) -> None:
-        """Quantize or copy every outgoing shard, and this rank's own at_source shards, in one launch."""
+        """Quantize or copy every outgoing shard, and this rank's own parts, in one launch."""
         parts = [p for peer in sorted(plan.outgoing) for p in plan.outgoing[peer]] + plan.own
         if not parts:
             return
@@ -151,68 +138,64 @@ class Gather:
             items = [PackItem(p.shard.rows, p.shard.cols, p.item.meta.dtype, p.offset, p.scale_offset) for p in parts]
             rule, block = self._plan.rule or "sglang", self._plan.layout.block or (128, 128)
             self._packs[index] = PackTable.build(items, rule=rule, block=block, device=self.device)
-        quantize_pack(self._packs[index], [self._box(p.shard) for p in parts], sending)
+        table, epoch = self._packs[index], self._parameters.epoch
+        if table.remembers and self._packed.get(index) == epoch:
+            table.launch_again(sending)
+            return
+        quantize_pack(table, [self._parameters.box(p.shard) for p in parts], sending)
+        self._packed[index] = epoch if self._parameters.lasts(p.shard for p in parts) else None
 
-    def _matrices(self, plan: _Round, items: list[Item]) -> list[torch.Tensor | None]:
-        """Where each item will stand: the live parameter, staging memory with local shards in it, or None."""
-        staging = self._memory("staging", plan.staging_nbytes)
-        matrices: list[torch.Tensor | None] = []
-        for position, item in enumerate(items):
-            if item.at_source:
-                matrices.append(None)
-            elif position not in plan.staged and item.shards:
-                matrices.append(_unit_columns(self._box(item.shards[0])))
-            else:
-                start = plan.staged.get(position, 0)
-                raw = staging[start : start + item.meta.nbytes]
-                matrix = raw.view(getattr(torch, item.meta.dtype)).view(item.meta.matrix)
-                for shard in item.shards:
-                    if shard.rank == self._ranks.rank:
-                        _at(matrix, shard).copy_(self._box(shard))
-                matrices.append(matrix)
+    def _matrices(self, plan: _Round, staging: torch.Tensor) -> list[torch.Tensor]:
+        """What `Matrices.make` gives: live parameters, and staged items."""
+        assert plan.bucket is not None, "asked for the items of a bucket this rank fills"
+        matrices: list[torch.Tensor] = []
+        for position, item in enumerate(self._items[plan.bucket.index]):
+            if position in plan.staged:
+                matrices.append(_staged(item, staging, plan.staged[position]))
+            elif not item.at_source:
+                matrices += [self._parameters.box(shard) for shard in item.shards]
         return matrices
 
-    def _place(self, index: int, kind: str, parts: list[_Part], memory: torch.Tensor, places: _Places) -> None:
-        """Every part to its place in one launch: codes and scales in the bucket, the rest in staging."""
+    def _place(
+        self, index: int, kind: str, parts: list[_Part], memory: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Every part of `memory` to its place in one launch: codes and scales in the bucket, the rest in staging."""
         if not parts:
             return
-        if (index, kind) not in self._unpacks:
-            items = [i for p in parts for i in _unpack_items(p, self._plan.layout.block)]
-            self._unpacks[index, kind] = UnpackTable.build(items, device=self.device)
-        destinations = [d for p in parts for d in places.of(p)]
-        unpack_scatter(self._unpacks[index, kind], memory, destinations)
-
-    def _round(self, index: int) -> _Round:
-        if index not in self._rounds:
-            self._rounds[index] = _plan_round(self._plan, index, self._ranks.rank, self._items)
-        return self._rounds[index]
-
-    def _box(self, shard: Shard) -> torch.Tensor:
-        """The shard's rectangle of the live parameter (a view)."""
-        matrix = self._source.read(shard.param)
-        if _form(matrix) != self._planned[shard.param]:
-            raise PlanError(
-                f"parameter {shard.param} on rank {shard.rank} is now {_form(matrix)}, the plan of {shard.tensor} was "
-                f"made for {self._planned[shard.param]}; the model changed: connect again",
-                tensor=shard.tensor,
+        where = tuple(t.data_ptr() for t in into)
+        known = self._unpacks.get((index, kind))
+        if known is None or known[0] != where:
+            plan = self._rounds[index]
+            assert plan.bucket is not None, "parts are placed in a bucket this rank fills"
+            table = UnpackTable.build(
+                [i for p in parts for i in _unpack_items(p, self._plan.layout.block)], device=self.device
             )
-        return _unit_columns(
-            matrix[shard.src_row : shard.src_row + shard.rows, shard.src_col : shard.src_col + shard.cols]
-        )
+            staged = {
+                item.meta.name: _staged(item, into[1], plan.staged[position])
+                for position, item in enumerate(self._items[plan.bucket.index])
+                if position in plan.staged
+            }
+            places = _Places(plan.bucket, into[0], staged, self._plan)
+            known = (where, table.bind([d for p in parts for d in places.of(p)]))
+            self._unpacks[index, kind] = known
+        known[1].launch(memory)
 
-    def _memory(self, name: str, nbytes: int) -> torch.Tensor:
-        held = self._scratch.get(name)
-        if held is None or held.numel() < nbytes:
-            self._scratch[name] = held = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return held
+    def _memory(self, name: str) -> torch.Tensor:
+        """Scratch of this name, as large as any round needs it."""
+        if name not in self._scratch:
+            self._scratch[name] = torch.empty(self._sizes[name], dtype=torch.uint8, device=self.device)
+        return self._scratch[name]
+
+
+def _staged(item: Item, staging: torch.Tensor, start: int) -> torch.Tensor:
+    raw = staging[start : start + item.meta.nbytes]
+    return raw.view(getattr(torch, item.meta.dtype)).view(item.meta.matrix)
 
 
 class _Places:
     """Where the parts of a bucket go: views into the bucket, or into the matrices of staged items."""
 
-    def __init__(
-        self, bucket: Bucket, memory: torch.Tensor, matrices: dict[str, torch.Tensor | None], plan: Plan
-    ) -> None:
+    def __init__(self, bucket: Bucket, memory: torch.Tensor, matrices: dict[str, torch.Tensor], plan: Plan) -> None:
         self._entries = {e.name: e for e in bucket.entries}
         self._memory = memory
         self._matrices = matrices
@@ -222,9 +205,7 @@ class _Places:
         """One destination for a plain part; codes and scales for a quantized one."""
         shard = part.shard
         if part.scale_offset is None:
-            matrix = self._matrices[shard.tensor]
-            assert matrix is not None, "a plain part belongs to a staged item"
-            return [_at(matrix, shard)]
+            return [_at(self._matrices[shard.tensor], shard)]
         codes = self._view(shard.tensor, part.item.meta.matrix)
         scales = self._view(shard.tensor + SCALE_SUFFIX, None)
         (top, left), (rows, cols) = self._grid(shard)
@@ -245,6 +226,7 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
     """Offsets of every message and staged matrix of a round, the same arithmetic on both ends."""
     mine = next((b for i in plan.rounds[index] if (b := plan.manifest.buckets[i]).owner == rank), None)
     made = _Round(mine)
+    block = plan.layout.block
     outgoing: dict[int, list[tuple[Item, Shard]]] = defaultdict(list)
     incoming: dict[int, list[tuple[Item, Shard]]] = defaultdict(list)
     own: list[tuple[Item, Shard]] = []
@@ -255,9 +237,8 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
                     incoming[shard.rank].append((item, shard))
                 elif item.owner != rank and shard.rank == rank:
                     outgoing[item.owner].append((item, shard))
-                elif item.owner == rank and item.at_source:
+                elif item.owner == rank and (item.at_source or not item.in_bands(block)):
                     own.append((item, shard))
-    block = plan.layout.block
     for peer in sorted(outgoing):
         made.outgoing[peer], end = _lay_out(outgoing[peer], made.sending_nbytes, block)
         made.sent[peer] = (made.sending_nbytes, end)
@@ -268,8 +249,11 @@ def _plan_round(plan: Plan, index: int, rank: int, items_of: dict[int, list[Item
         made.received[peer] = (made.receiving_nbytes, end)
         made.receiving_nbytes = _aligned(end, _ALIGN)
     for position, item in enumerate(items_of[mine.index] if mine else []):
-        whole_and_here = len(item.shards) == 1 and item.shards[0].rank == rank
-        if not item.at_source and not whole_and_here:
+        if item.at_source:
+            continue
+        if item.in_bands(block):
+            made.direct += item.shards
+        else:
             made.staged[position] = made.staging_nbytes
             made.staging_nbytes += _aligned(item.meta.nbytes, _ALIGN)
     return made
@@ -298,32 +282,6 @@ def _unpack_items(part: _Part, block: tuple[int, int] | None) -> list[UnpackItem
         UnpackItem(rows, cols, "float8_e4m3fn", part.offset),
         UnpackItem(*grid, "float32", part.scale_offset),
     ]
-
-
-def _is_finite(box: torch.Tensor) -> torch.Tensor:
-    """A bool scalar on the box's device."""
-    if box.dtype == torch.float8_e4m3fn:
-        return ((box.view(torch.uint8) & 0x7F) != 0x7F).all()
-    low, high = torch.aminmax(box)
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _check_power_of_two(item: Item, box: torch.Tensor) -> None:
-    if item.meta.name.endswith(SCALE_SUFFIX) and bool((box.contiguous().view(torch.int32) & 0x7FFFFF).any()):
-        raise LayoutError(
-            f"{item.meta.name} has scales that are no powers of two, and the servers want those (scale_fmt ue8m0); "
-            "train with power-of-two scales, or serve a checkpoint with fp32 scales",
-            tensor=item.meta.name,
-        )
-
-
-def _unit_columns(box: torch.Tensor) -> torch.Tensor:
-    """Kernels want column stride 1; a transposed parameter is copied."""
-    return box if box.stride(-1) == 1 or box.shape[-1] <= 1 else box.contiguous()
-
-
-def _form(matrix: torch.Tensor) -> str:
-    return f"{str(matrix.dtype).removeprefix('torch.')} {list(matrix.shape)}"
 
 
 def _at(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """Matrices to a bucket of wire bytes: quantize and copy straight to the final offsets.
 
-Two slots, made once and used in turn: bucket n + 1 is packed while bucket n is on the wire.
+Two slots, made once and used in turn: bucket n + 1 is packed while bucket n is on the wire. A third is made
+where a tensor is larger than a bucket.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -11,10 +14,14 @@ from .errors import NonFiniteError
 from .kernels import ChecksumTable, PackItem, PackTable, checksum, quantize_pack
 from .layout import SCALE_SUFFIX
 from .plan import Bucket, Entry, Item, Plan
-from .protocols import PackedBucket
-from .staging import unsigned
+from .protocols import Matrices, PackedBucket
+from .staging import as_bytes
+from .types import ITEMSIZE, Shard
 
 SLOTS = 2
+OVERSIZED = SLOTS
+"""The slot of buckets that are one tensor larger than a bucket may be: two such are rarely neighbours, and memory
+stays at two buckets and the largest tensor."""
 
 
 class Packer:
@@ -23,58 +30,95 @@ class Packer:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._items = plan.items_by_bucket()
-        self._largest = max((b.nbytes for b in plan.manifest.buckets if b.owner == rank), default=0)
-        self._slots: list[torch.Tensor] = []
-        self._tables: dict[int, tuple[PackTable, ChecksumTable]] = {}
+        self._sizes = [b.nbytes for b in plan.manifest.buckets if b.owner == rank]
+        self._memories: dict[int, torch.Tensor] = {}
+        self._occupants: dict[int, int] = {}
+        self._placed = 0
+        self._tables: dict[int, tuple[list[Item], PackTable, ChecksumTable]] = {}
+        self._stamps: dict[int, object] = {}
+        """Bucket -> the stamp of the matrices whose addresses its table has."""
 
     @property
     def extra_nbytes(self) -> int:
-        """Memory of the two slots."""
-        return sum(s.numel() for s in self._slots)
+        """Memory of the slots."""
+        return sum(s.numel() for s in self._memories.values())
+
+    def begin(self) -> None:
+        """A new update: every slot is free."""
+        self._occupants = {}
+        self._placed = 0
+
+    def reserve(self, bucket: Bucket) -> tuple[int, int | None]:
+        """(slot for `bucket`, the bucket in it that must have been acknowledged before it is written again)."""
+        slot = OVERSIZED
+        if bucket.nbytes <= self._plan.bucket_nbytes:
+            slot = self._placed % SLOTS
+            self._placed += 1
+        before, self._occupants[slot] = self._occupants.get(slot), bucket.index
+        return slot, before
 
     def memory(self, bucket: Bucket, slot: int, device: torch.device) -> torch.Tensor:
-        """Flat uint8 memory for `bucket` in slot `slot`, of its size. It may be written again once the
-        transport has waited for the bucket that stood there."""
-        while len(self._slots) <= slot:
-            self._slots.append(torch.empty(self._largest, dtype=torch.uint8, device=device))
-        return self._slots[slot][: bucket.nbytes]
+        """Flat uint8 memory of `bucket` in its slot, of its size."""
+        if slot not in self._memories:
+            oversized = slot == OVERSIZED
+            sizes = [n for n in self._sizes if (n > self._plan.bucket_nbytes) == oversized]
+            self._memories[slot] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        return self._memories[slot][: bucket.nbytes]
 
-    def pack(self, bucket: Bucket, memory: torch.Tensor, matrices: list[torch.Tensor | None]) -> PackedBucket:
-        """Fill `memory`; matrices[i] is that of the bucket's i-th item, None where its bytes are there.
+    def pack(self, bucket: Bucket, memory: torch.Tensor, matrices: Matrices) -> PackedBucket:
+        """Fill `memory` with what `matrices` says is left to pack.
 
         Raises NonFiniteError naming the tensor if a value is NaN or Inf.
         """
-        items = [i for i, m in zip(self._items[bucket.index], matrices, strict=True) if m is not None]
-        table, sums = self._table(bucket, items, memory.device)
-        sources = [self._cast(i, m) for i, m in zip(items, (m for m in matrices if m is not None), strict=True)]
-        flags = quantize_pack(table, sources, memory)
-        checksums = unsigned(checksum(sums, memory))
-        for item, flag in zip(items, flags.tolist(), strict=True):
-            if flag:
-                raise NonFiniteError(
-                    f"{item.meta.name} has NaN or Inf values", tensor=item.meta.name, bucket=bucket.index
-                )
-        return PackedBucket(bucket, memory, tuple(checksums))
+        items, table, sums = self._table(bucket, memory.device)
+        if table.remembers and self._stamps.get(bucket.index) == matrices.stamp is not None:
+            flags = table.launch_again(memory)
+        else:
+            sources = [self._cast(i, m) for i, m in zip(items, matrices.make(), strict=True)]
+            flags = quantize_pack(table, sources, memory)
+            copied = any(i.action == "cast" for i in items)
+            self._stamps[bucket.index] = None if copied else matrices.stamp
+        checksums = as_bytes(checksum(sums, memory))
+        if bool(flags.any()):
+            name = items[int(flags.nonzero()[0])].meta.name
+            raise NonFiniteError(f"{name} has NaN or Inf values", tensor=name, bucket=bucket.index)
+        return PackedBucket(bucket, memory, checksums)
 
     def _cast(self, item: Item, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.to(getattr(torch, self._plan.layout.dtype)) if item.action == "cast" else matrix
 
-    def _table(self, bucket: Bucket, items: list[Item], device: torch.device) -> tuple[PackTable, ChecksumTable]:
+    def _table(self, bucket: Bucket, device: torch.device) -> tuple[list[Item], PackTable, ChecksumTable]:
+        """The item of each matrix that is packed here, and the bucket's tables."""
         if bucket.index not in self._tables:
             entries = {e.name: e for e in bucket.entries}
             rule, block = self._plan.rule or "sglang", self._plan.layout.block or (128, 128)
-            pack_items = [self._pack_item(item, entries) for item in items]
+            pieces = [
+                (item, self._pack_item(item, shard, entries))
+                for item in self._items[bucket.index]
+                for shard in self._pieces(item)
+            ]
             spans = [(e.offset, e.nbytes) for e in entries.values()]
             self._tables[bucket.index] = (
-                PackTable.build(pack_items, rule=rule, block=block, device=device),
+                [item for item, _ in pieces],
+                PackTable.build([piece for _, piece in pieces], rule=rule, block=block, device=device),
                 ChecksumTable.build(spans, device=device),
             )
         return self._tables[bucket.index]
 
-    def _pack_item(self, item: Item, entries: dict[str, Entry]) -> PackItem:
+    def _pieces(self, item: Item) -> Sequence[Shard | None]:
+        """See `Matrices.make`; None is the whole item."""
+        if item.at_source:
+            return ()
+        return item.shards if item.in_bands(self._plan.layout.block) else (None,)
+
+    def _pack_item(self, item: Item, shard: Shard | None, entries: dict[str, Entry]) -> PackItem:
         rows, cols = item.meta.matrix
-        offset = entries[item.meta.name].offset
-        if item.action == "quantize":
-            scale_offset = entries[item.meta.name + SCALE_SUFFIX].offset
-            return PackItem(rows, cols, item.meta.dtype, offset, scale_offset)
-        return PackItem(rows, cols, entries[item.meta.name].dtype, offset, None)
+        first, rows = (0, rows) if shard is None else (shard.dst_row, shard.rows)
+        entry = entries[item.meta.name]
+        offset = entry.offset + first * cols * ITEMSIZE[entry.dtype]
+        block = self._plan.layout.block
+        if item.action != "quantize" or block is None:
+            return PackItem(rows, cols, entry.dtype, offset, None)
+        scales = entries[item.meta.name + SCALE_SUFFIX]
+        scale_offset = scales.offset + 4 * (first // block[0]) * scales.shape[1]
+        return PackItem(rows, cols, item.meta.dtype, offset, scale_offset)

@@ -111,6 +111,17 @@ class Item:
             return shard.rows * shard.cols + 4 * scales
         return shard.rows * shard.cols * ITEMSIZE[self.meta.dtype]
 
+    def in_bands(self, block: tuple[int, int] | None) -> bool:
+        """Every shard lies on the owner and is a run of whole rows that begins and ends with scale blocks: they are
+        packed one by one from where they are, to the bits of the whole."""
+        rows, cols = self.meta.matrix
+        step = block[0] if block and self.action == "quantize" else 1
+        return bool(self.shards) and all(
+            (s.rank, s.dst_col, s.cols, s.dst_row % step) == (self.owner, 0, cols, 0)
+            and (s.rows % step == 0 or s.dst_row + s.rows == rows)
+            for s in self.shards
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -217,8 +228,8 @@ class Plan:
             f"  {s['tensors']} tensors, {_mb(s['nbytes_in'])} in the trainer -> {_mb(s['nbytes_wire'])} on the "
             f"wire per server, {_mb(s['nbytes_gathered'])} between trainer ranks"
             + (f" (quantized first: {s['quantized_before_gather']} tensors, {_mb(saved)} saved)" if saved else ""),
-            f"  {s['buckets']} buckets of at most {_mb(self.bucket_nbytes)} in {s['rounds']} rounds, senders: "
-            + ", ".join(f"rank {o} {_mb(n)}" for o, n in s["nbytes_by_sender"].items()),
+            f"  {s['buckets']} buckets of at most {_mb(self.bucket_nbytes)} in {s['rounds']} rounds, "
+            + _senders(s["nbytes_by_sender"]),
         ]
         for action, row in s["actions"].items():
             reasons = sorted({i.reason for i in self.items if i.action == action})
@@ -238,6 +249,13 @@ class Plan:
                 for i in self.items
             ],
         }
+
+
+def _senders(nbytes: dict[str, int]) -> str:
+    if len(nbytes) <= 8:
+        return "senders: " + ", ".join(f"rank {o} {_mb(n)}" for o, n in nbytes.items())
+    busiest = max(nbytes, key=lambda o: nbytes[o])
+    return f"{len(nbytes)} senders of {_mb(min(nbytes.values()))} to {_mb(nbytes[busiest])} (rank {busiest})"
 
 
 def _bucket(raw: dict[str, Any]) -> Bucket:

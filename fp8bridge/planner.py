@@ -7,6 +7,7 @@ replica of each shard -> fill buckets.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,7 +31,11 @@ class _Draft:
     meta: TensorMeta
     decision: Decision
     holders: dict[tuple[int, int, int, int], tuple[Shard, ...]]
+    wire: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    """(name, dtype, shape, bytes) of what it becomes on the wire."""
     nbytes_wire: int
+    unit: str
+    """Tensors of one unit stay in one bucket."""
 
 
 def make_plan(
@@ -60,7 +65,7 @@ def make_plan(
     drafts = [_draft(metas[name], shards[name], decisions[name], layout) for name in sorted(metas, key=_natural)]
     _check_casts(drafts, config)
     owners = _choose_owners(drafts, config)
-    buckets, placed = _fill(drafts, owners, layout, config.bucket_nbytes)
+    buckets, placed = _fill(drafts, owners, config.bucket_nbytes)
     items = _items(drafts, owners, placed, layout)
     return Plan(
         manifest=Manifest(layout=layout, buckets=tuple(buckets)),
@@ -137,12 +142,14 @@ def _draft(meta: TensorMeta, shards: list[Shard], decision: Decision, layout: Se
         if shard.rows and shard.cols:
             holders[shard.box].append(shard)
     _check_coverage(meta, list(holders))
-    entries = _wire_tensors(meta, decision, layout)
+    wire = _wire_tensors(meta, decision, layout)
     return _Draft(
         meta=meta,
         decision=decision,
         holders={box: tuple(sorted(held, key=lambda s: s.rank)) for box, held in sorted(holders.items())},
-        nbytes_wire=sum(_nbytes(dtype, shape) for _, dtype, shape in entries),
+        wire=wire,
+        nbytes_wire=sum(nbytes for *_, nbytes in wire),
+        unit=_unit(meta.name),
     )
 
 
@@ -196,7 +203,6 @@ def _check_casts(drafts: list[_Draft], config: BridgeConfig) -> None:
 
 
 def _unit(name: str) -> str:
-    """Tensors of one unit stay in one bucket."""
     for pattern, joined in _SIBLINGS:
         name = pattern.sub(joined, name)
     return name.removesuffix(SCALE_SUFFIX)
@@ -206,7 +212,7 @@ def _units(drafts: list[_Draft]) -> list[list[int]]:
     """Indexes of drafts that must share a bucket, in plan order of their first member."""
     units: dict[str, list[int]] = defaultdict(list)
     for i, draft in enumerate(drafts):
-        units[_unit(draft.meta.name)].append(i)
+        units[draft.unit].append(i)
     return list(units.values())
 
 
@@ -225,7 +231,7 @@ def _choose_owners(drafts: list[_Draft], config: BridgeConfig) -> list[int]:
     return owners
 
 
-def _fill(drafts: list[_Draft], owners: list[int], layout: ServerLayout, limit: int) -> tuple[list[Bucket], list[int]]:
+def _fill(drafts: list[_Draft], owners: list[int], limit: int) -> tuple[list[Bucket], list[int]]:
     """Buckets in round order, and the bucket index of each draft."""
     filling: dict[int, list[list[int]]] = defaultdict(list)
     room: dict[int, int] = {}
@@ -244,33 +250,30 @@ def _fill(drafts: list[_Draft], owners: list[int], layout: ServerLayout, limit: 
                 members = filling[owner][round_index]
                 for i in members:
                     placed[i] = len(buckets)
-                buckets.append(_lay_out(len(buckets), owner, [drafts[i] for i in members], layout))
+                buckets.append(_lay_out(len(buckets), owner, [drafts[i] for i in members]))
     return buckets, placed
 
 
-def _lay_out(index: int, owner: int, drafts: list[_Draft], layout: ServerLayout) -> Bucket:
+def _lay_out(index: int, owner: int, drafts: list[_Draft]) -> Bucket:
     """Offsets in SGLang's byte layout: no padding, so larger item sizes go first."""
-    tensors = [t for d in drafts for t in _wire_tensors(d.meta, d.decision, layout)]
-    tensors.sort(key=lambda t: -ITEMSIZE[t[1]])
-    entries, end = [], 0
-    for name, dtype, shape in tensors:
-        nbytes = _nbytes(dtype, shape)
-        entries.append(Entry(name, dtype, shape, end, nbytes))
-        end += nbytes
-    return Bucket(index, owner, end, tuple(entries))
+    tensors = sorted((t for d in drafts for t in d.wire), key=lambda t: -ITEMSIZE[t[1]])
+    ends = itertools.accumulate((nbytes for *_, nbytes in tensors), initial=0)
+    entries = [Entry(name, dtype, shape, at, n) for (name, dtype, shape, n), at in zip(tensors, ends, strict=False)]
+    return Bucket(index, owner, sum(d.nbytes_wire for d in drafts), tuple(entries))
 
 
 def _wire_tensors(
     meta: TensorMeta, decision: Decision, layout: ServerLayout
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of what a trainer tensor becomes on the wire."""
+) -> tuple[tuple[str, str, tuple[int, ...], int], ...]:
+    """(name, dtype, shape, bytes) of what a trainer tensor becomes on the wire."""
     if decision.action == "quantize":
-        return [
-            (meta.name, "float8_e4m3fn", meta.shape),
-            (meta.name + SCALE_SUFFIX, "float32", layout.scale_shape(meta.matrix)),
-        ]
+        scales = layout.scale_shape(meta.matrix)
+        return (
+            (meta.name, "float8_e4m3fn", meta.shape, meta.numel),
+            (meta.name + SCALE_SUFFIX, "float32", scales, 4 * scales[0] * scales[1]),
+        )
     dtype = layout.dtype if decision.action == "cast" else meta.dtype
-    return [(meta.name, dtype, meta.shape)]
+    return ((meta.name, dtype, meta.shape, ITEMSIZE[dtype] * meta.numel),)
 
 
 def _items(drafts: list[_Draft], owners: list[int], placed: list[int], layout: ServerLayout) -> list[Item]:
@@ -328,10 +331,6 @@ def _notes(buckets: list[Bucket], layout: ServerLayout, metas: dict[str, TensorM
     unused = layout.unused_ignores(metas)
     notes += [f"the server's config ignores {entry!r}, which matches no tensor" for entry in unused]
     return notes
-
-
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return TensorMeta("", shape, dtype).nbytes
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -9,8 +9,13 @@ from .errors import ServerMismatchError
 from .layout import ServerLayout
 from .protocols import ServerInfo
 
-_IDENTITY = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Fields of a Hugging Face config that tell two models apart; names and shapes are compared later."""
+_IDENTITY = (
+    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "tie_word_embeddings"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank"),
+)
+"""Fields of a Hugging Face config that shapes hang on: all that can be compared with a server that does not
+tell its tensors."""
 
 
 def resolve_layout(

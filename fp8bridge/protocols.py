@@ -17,11 +17,26 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PackedBucket:
     """A filled bucket. `memory` is flat uint8 of `bucket.nbytes` bytes, owned by the packer and
-    lent to the transport from `send` until `wait(index)` returns. checksums[i]: uint64 of entry i."""
+    lent to the transport from `send` until `wait(index)` returns. `checksums`: a little-endian uint64 for
+    each entry, in order."""
 
     bucket: Bucket
     memory: torch.Tensor
-    checksums: tuple[int, ...]
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """What is still to be packed into a bucket, as the gather hands it to the packer.
+
+    stamp: equal in two updates whose matrices lie in the same places, so that addresses of the first are good
+    for the second; None where nobody can tell. make(): the 2-D matrices, in the order of the bucket's items: each
+    shard of an item that is `in_bands`, else the whole item; nothing for those that come quantized (`at_source`).
+    Views of parameters or scratch memory, valid until the next round.
+    """
+
+    stamp: tuple[int, ...] | None
+    make: Callable[[], list[torch.Tensor]]
 
 
 class Transport(Protocol):
@@ -37,6 +52,10 @@ class Transport(Protocol):
 
     failures: dict[str, BridgeError]
     """Server name -> what went wrong, since `open`."""
+
+    def join(self, server: RolloutServer) -> None:
+        """Between updates, on rank 0: this server is new in the set, or back after it was lost."""
+        ...
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         """Get ready for one update; the address that servers are told. `tokens`: secret of this
@@ -63,6 +82,10 @@ class Transport(Protocol):
         """End the update. With a reason, servers still waiting are told to give up. Idempotent."""
         ...
 
+    def release(self) -> None:
+        """For good: give back what is kept from update to update, here and on the servers."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -76,6 +99,8 @@ class ServerInfo:
     """Its Hugging Face config, where it tells."""
     atomic: bool
     """True: nothing is visible before commit, and an aborted update leaves the old version whole."""
+    session: str | None = None
+    """State of the weight-update session that is open there, if one is."""
 
 
 class RolloutServer(Protocol):
@@ -102,7 +127,10 @@ class RolloutServer(Protocol):
         """Until the server holds every bucket. addresses[0] is the coordinating rank's."""
         ...
 
-    def commit(self, token: str, version: str) -> None: ...
+    def commit(self, token: str, version: str) -> float | None:
+        """Switch to the version. Returns the seconds the server spent on checking and loading what arrived,
+        where it tells."""
+        ...
 
     def abort(self, token: str) -> None:
         """Drop what arrived; the old version stays. Harmless when no update is open."""

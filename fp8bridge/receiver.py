@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 import zmq
 
 from .errors import BridgeError, TransportError, WireError
+from .keys import split_key
 from .staging import StagedWeights
 from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
@@ -29,6 +30,9 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
+    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: the
+        memory of its message.
+    trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
     def __init__(
@@ -38,11 +42,17 @@ class Receiver:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_alive: Callable[[], None] = lambda: None,
+        trainer_key: bytes | None = None,
+        memory: Callable[[int, int], Any] | None = None,
     ) -> None:
+        self._memory = memory
+        self._trainer_key = trainer_key
         self._weights = weights
         self._name = name
         self._should_stop = should_stop
         self._on_alive = on_alive
+        self.load_s = 0.0
+        """Seconds spent on checking and staging what arrived."""
 
     def pull(self, endpoints: Sequence[str], session: str, manifest_hash: str, *, timeout_s: float) -> int:
         """Receive every bucket, acknowledge each, return the bytes received. Blocks.
@@ -66,6 +76,12 @@ class Receiver:
             for socket in sockets:
                 _send(socket, Refuse(str(err)))
             raise
+        except Exception as err:
+            # No room, above all. The trainer must not wait for a server that has given up.
+            error = TransportError(f"{self._name} cannot take the update: {type(err).__name__}: {err}")
+            for socket in sockets:
+                _send(socket, Refuse(str(error)))
+            raise error from err
         finally:
             for socket in sockets:
                 socket.close(linger=1000)
@@ -76,7 +92,17 @@ class Receiver:
         socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
         socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
         try:
-            socket.connect(endpoint)
+            address, key = split_key(endpoint)
+            if self._trainer_key is not None and key != self._trainer_key:
+                found = "no key" if key is None else "another key"
+                raise TransportError(f"sender {address} has {found} than the trainer that {self._name} was told of")
+            if key is not None:
+                socket.curve_serverkey = key
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(address)
+        except BridgeError:
+            socket.close(linger=0)
+            raise
         except zmq.ZMQError as err:
             socket.close(linger=0)
             raise TransportError(f"{self._name} cannot connect to sender {endpoint}: {err}") from err
@@ -89,7 +115,8 @@ class Receiver:
             self._check_stop()
             if time.monotonic() > deadline:
                 raise TransportError(
-                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it?"
+                    f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it "
+                    "(and has it that CURVE key, if any)?"
                 )
         answer = decode(socket.recv())
         if isinstance(answer, Refuse):
@@ -142,18 +169,31 @@ class Receiver:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
         if not socket.getsockopt(zmq.RCVMORE):
             raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        memory = np.empty(bucket.nbytes, dtype=np.uint8)
-        received = socket.recv_into(memory.data)
-        if received != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} has a payload of {received} bytes, not {bucket.nbytes}")
-        self._weights.stage(bucket.index, torch.from_numpy(memory), message.checksums)
+        payload = self._receive_payload(socket, bucket.index, bucket.nbytes)
+        if len(payload) != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
+            raise WireError(f"bucket {bucket.index} has a payload of {len(payload)} bytes, not {bucket.nbytes}")
+        start = time.perf_counter()
+        self._weights.stage(bucket.index, _tensor(payload), message.checksums)
+        self.load_s += time.perf_counter() - start
         expected.pop(0)
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes
 
+    def _receive_payload(self, socket: zmq.Socket[bytes], index: int, nbytes: int) -> memoryview:
+        if self._memory is None:
+            # The message's own memory becomes the tensors: a copy would cost as much again as receiving it.
+            return socket.recv(copy=False).buffer
+        memory = self._memory(index, nbytes)
+        return memoryview(memory.data)[: socket.recv_into(memory.data)]
+
     def _check_stop(self) -> None:
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _tensor(payload: memoryview) -> torch.Tensor:
+    """Flat uint8 that shares the message's memory; torch takes no empty buffers."""
+    return torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
 
 
 def _send(socket: zmq.Socket[bytes], message: Message) -> None:

@@ -1,12 +1,13 @@
 """One update of a set of servers: begin, all acknowledged, commit; or every one as it was.
 
-    healthy ──begin──► updating ──commit──► healthy (new version)
-       ▲                  │ failed                 │ failed at commit
-       │                  ▼                        ▼
-       └───rollback───  (old version, resumed)   fenced (named; no part of later updates)
+    healthy ──────begin──► updating ──commit──► healthy (new version)
+    catching_up ──begin──►    │ failed, or another server's failure ended the update
+                              ▼
+          as it was before, resumed; or, if it was the one that failed, fenced
 
 Rank 0 alone runs this. Whatever happens, a server is resumed or fenced at the end: a fenced server
-is one that missed a version, or that may still be paused because it did not answer.
+is one that missed a version, or that may still be paused because it did not answer; it takes no part in
+later updates until it is admitted. A server that was admitted is catching up until it holds a version.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from .config import BridgeConfig
@@ -34,7 +35,20 @@ from .protocols import RolloutServer, ServerInfo
 log = logging.getLogger("fp8bridge")
 
 T = TypeVar("T")
-State = Literal["healthy", "updating", "fenced"]
+State = Literal["healthy", "updating", "fenced", "catching_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """A server has changed its state. version: what it committed for us last; reason: why it is fenced."""
+
+    server: str
+    state: State
+    version: int | None
+    reason: str
+
+
+OnState = Callable[[ServerEvent], None]
 
 
 @dataclass(slots=True)
@@ -45,6 +59,8 @@ class Member:
     state: State = "healthy"
     version: int | None = None
     reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of the last version it committed: `report.SERVER_STAGES`."""
     releasing: Future[None] | None = None
     """Abort and resume of a fenced server, still under way; the others do not wait for it."""
 
@@ -54,16 +70,40 @@ class Member:
 
 
 class ServerSet:
-    """The servers of a bridge. Not thread-safe; calls to the servers run in parallel inside."""
+    """The servers of a bridge. Not thread-safe; calls to the servers run in parallel inside.
 
-    def __init__(self, servers: Sequence[RolloutServer]) -> None:
+    on_state: told of every change of a state, one at a time, in a thread of its own; what it raises is
+    logged and changes nothing.
+    """
+
+    def __init__(self, servers: Sequence[RolloutServer], *, on_state: OnState | None = None) -> None:
         self.members = {s.name: Member(s) for s in servers}
+        self._on_state = on_state
+        self._teller = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fp8bridge-state")
         # Two calls per server can run at a time (receive, and whatever ends it); threads are made on demand.
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="fp8bridge-server")
 
     @property
     def healthy(self) -> list[Member]:
         return [m for m in self.members.values() if m.state == "healthy"]
+
+    @property
+    def ready(self) -> list[Member]:
+        """Those that an update goes to."""
+        return [m for m in self.members.values() if m.state in ("healthy", "catching_up")]
+
+    def move(self, member: Member, state: State, *, reason: str = "") -> None:
+        """Set a member's state, and tell."""
+        member.state, member.reason = state, reason
+        if self._on_state is not None:
+            event = ServerEvent(member.name, state, member.version, reason)
+            self._teller.submit(self._tell, self._on_state, event)
+
+    def _tell(self, on_state: OnState, event: ServerEvent) -> None:
+        try:
+            on_state(event)
+        except Exception:
+            log.exception("on_state raised for %s, %s", event.server, event.state)
 
     def each(self, members: Sequence[Member], call: Callable[[Member], T]) -> dict[str, T | BridgeError]:
         """`call` for every member at once; its value, or the BridgeError it raised."""
@@ -95,7 +135,7 @@ class ServerSet:
         self.members[member.name] = member
 
     def fence(self, member: Member, error: BridgeError) -> None:
-        member.state, member.reason = "fenced", str(error)
+        self.move(member, "fenced", reason=str(error))
         log.warning("fenced %s: %s", member.name, error)
 
     def settle_release(self, member: Member) -> None:
@@ -112,6 +152,7 @@ class ServerSet:
         for member in self.members.values():
             member.server.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._teller.shutdown(wait=True)
 
 
 def _outcome(future: Future[T]) -> T | BridgeError:
@@ -122,14 +163,28 @@ def _outcome(future: Future[T]) -> T | BridgeError:
 
 
 class Update:
-    """One version on its way to the healthy servers of a set. Used once."""
+    """One version on its way to the servers of a set, or to some of them. Used once.
 
-    def __init__(self, servers: ServerSet, version: int, manifest: Manifest, config: BridgeConfig) -> None:
+    members: None: all that are ready, of which `min_healthy` must get it; else these, each of them.
+    """
+
+    def __init__(
+        self,
+        servers: ServerSet,
+        version: int,
+        manifest: Manifest,
+        config: BridgeConfig,
+        *,
+        members: Sequence[Member] | None = None,
+    ) -> None:
         self.version = version
         self.paused_s = 0.0
         self._servers = servers
         self._manifest = manifest
         self._config = config
+        self._members = list(servers.ready if members is None else members)
+        self._least = config.min_healthy if members is None else len(self._members)
+        self._before: dict[str, State] = {m.name: m.state for m in self._members}
         self._tokens: dict[str, str] = {}
         self._receiving: dict[str, Future[None]] = {}
         self._failed: dict[str, BridgeError] = {}
@@ -140,16 +195,16 @@ class Update:
         return [m for m in self._servers.members.values() if m.state == "updating"]
 
     def begin(self) -> dict[str, str]:
-        """Pause every healthy server and open a session on it: server name -> its secret token.
+        """Pause every server and open a session on it: server name -> its secret token.
 
-        Raises, with every server resumed, if fewer than `min_healthy` could begin.
+        Raises, with every server resumed, if too few could begin.
         """
-        members = self._servers.healthy
+        members = self._members
         self._require_enough(len(members))
         self._tokens = {m.name: secrets.token_hex(16) for m in members}
         self._paused_at = time.perf_counter()
         for member in members:
-            member.state = "updating"
+            self._servers.move(member, "updating")
         answers = self._servers.each(members, self._begin_one)
         self.fail({name: answer for name, answer in answers.items() if isinstance(answer, BridgeError)})
         return {m.name: self._tokens[m.name] for m in self.updating}
@@ -178,16 +233,16 @@ class Update:
     def fail(self, errors: dict[str, BridgeError]) -> None:
         """Take these servers out of the update: each goes back to its old version and is fenced.
 
-        Raises, with every server resumed, if fewer than `min_healthy` remain.
+        Raises, with every server resumed, if too few remain.
         """
         members = [m for m in self.updating if m.name in errors]
         for member in members:
             self._failed[member.name] = errors[member.name]
             self._servers.fence(member, errors[member.name])
             member.releasing = self._servers.submit(member, self._release)
-        if len(self.updating) < self._config.min_healthy:
+        if len(self.updating) < self._least:
             first = next(iter(errors.values()))
-            self.rollback(f"fewer than {self._config.min_healthy} servers are left")
+            self.rollback(f"fewer than {self._least} servers are left")
             raise first
 
     def settle(self, sender_failures: dict[str, BridgeError]) -> None:
@@ -224,12 +279,13 @@ class Update:
                 self._servers.fence(member, answer)
                 member.releasing = self._servers.submit(member, self._release)
             else:
-                member.state, member.version, member.reason = "healthy", self.version, ""
+                member.version = self.version
+                self._servers.move(member, "healthy")
         self.paused_s = time.perf_counter() - self._paused_at
         committed = [m.name for m in members if m.name not in errors]
-        if len(committed) < self._config.min_healthy:
+        if len(committed) < self._least:
             raise CommitError(
-                f"version {self.version} is on {len(committed)} servers, {self._config.min_healthy} were asked for; "
+                f"version {self.version} is on {len(committed)} servers, {self._least} were asked for; "
                 f"fenced: {'; '.join(str(e) for e in errors.values())}",
                 version=self.version,
             )
@@ -248,7 +304,7 @@ class Update:
             if isinstance(answer, BridgeError):
                 self._servers.fence(member, answer)
             else:
-                member.state = "healthy"
+                self._servers.move(member, self._before[name])
         self.paused_s = time.perf_counter() - self._paused_at if self._paused_at else 0.0
         for member in self._servers.members.values():
             self._servers.settle_release(member)
@@ -268,10 +324,15 @@ class Update:
             member.server.begin(token, self._manifest.hash, lease_s=lease_s)
 
     def _commit_one(self, member: Member) -> None:
-        member.server.commit(self._tokens[member.name], str(self.version))
+        start = time.perf_counter()
+        load_s = member.server.commit(self._tokens[member.name], str(self.version))
+        committed = time.perf_counter()
         if self._config.pause_mode != "in_place":
             member.server.flush_cache()
         member.server.resume()
+        member.seconds = {"commit": committed - start, "paused": time.perf_counter() - self._paused_at}
+        if load_s is not None:
+            member.seconds["load"] = load_s
 
     def _release(self, member: Member) -> None:
         """Abort, then resume; also where the abort got no answer. A refusal means that the session there is
@@ -286,10 +347,10 @@ class Update:
         member.server.resume()
 
     def _require_enough(self, count: int) -> None:
-        if count < self._config.min_healthy:
+        if count < self._least:
             fenced = "; ".join(f"{m.name}: {m.reason}" for m in self._servers.members.values() if m.state == "fenced")
             raise ServerError(
-                f"{count} healthy servers, {self._config.min_healthy} are needed (fenced: {fenced or 'none'}); "
+                f"{count} healthy servers, {self._least} are needed (fenced: {fenced or 'none'}); "
                 "repair them and bridge.admit(url)"
             )
 

@@ -7,7 +7,8 @@ update runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable
 
 import torch
 
@@ -30,6 +31,7 @@ class StagedWeights:
         self._manifest: Manifest | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._received: set[int] = set()
+        self._tables: dict[int, tuple[Bucket, ChecksumTable]] = {}
 
     def differences(self, manifest: Manifest) -> list[str]:
         """What keeps this manifest from being a full update of these tensors; empty if nothing."""
@@ -62,7 +64,7 @@ class StagedWeights:
             raise WireError(f"bucket {index} of {len(self._manifest.buckets)}", bucket=index)
         return self._manifest.buckets[index]
 
-    def stage(self, index: int, payload: torch.Tensor, checksums: Sequence[int]) -> None:
+    def stage(self, index: int, payload: torch.Tensor, checksums: bytes) -> None:
         """Keep one bucket. `payload` is flat uint8 and becomes ours: the caller may not write it again.
 
         Raises WireError (twice, wrong size) and ChecksumError naming the tensors that changed.
@@ -70,15 +72,16 @@ class StagedWeights:
         bucket = self.bucket(index)
         if index in self._received:
             raise WireError(f"bucket {index} came twice", bucket=index)
-        if payload.numel() != bucket.nbytes or len(checksums) != len(bucket.entries):
+        if payload.numel() != bucket.nbytes or len(checksums) != 8 * len(bucket.entries):
             raise WireError(
-                f"bucket {index} has {payload.numel()} bytes and {len(checksums)} checksums, the plan says "
+                f"bucket {index} has {payload.numel()} bytes and {len(checksums) / 8:g} checksums, the plan says "
                 f"{bucket.nbytes} and {len(bucket.entries)}",
                 bucket=index,
             )
-        found = bucket_checksums(bucket, payload)
-        wrong = [e.name for e, a, b in zip(bucket.entries, found, checksums, strict=True) if a != b]
-        if wrong:
+        found = self._checksums(bucket, payload)
+        if found != checksums:
+            pairs = zip(bucket.entries, unsigned(found), unsigned(checksums), strict=True)
+            wrong = [e.name for e, mine, theirs in pairs if mine != theirs]
             raise ChecksumError(
                 f"bucket {index} changed on the way: {', '.join(wrong[:5])}" + (" ..." if len(wrong) > 5 else ""),
                 bucket=index,
@@ -86,6 +89,17 @@ class StagedWeights:
             )
         self._staged |= unpack(bucket, payload)
         self._received.add(index)
+
+    def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> bytes:
+        return as_bytes(checksum(self._table(bucket, payload.device), payload))
+
+    def _table(self, bucket: Bucket, device: torch.device) -> ChecksumTable:
+        """Kept while the same manifest comes: buckets are the same objects then."""
+        known = self._tables.get(bucket.index)
+        if known is None or known[0] is not bucket or known[1].device != device:
+            table = ChecksumTable.build([(e.offset, e.nbytes) for e in bucket.entries], device=device)
+            self._tables[bucket.index] = known = (bucket, table)
+        return known[1]
 
     @property
     def largest_bucket_nbytes(self) -> int:
@@ -119,6 +133,27 @@ class StagedWeights:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors.items()}
 
 
+class LoadingWeights(StagedWeights):
+    """For any engine: every bucket that arrived whole goes to `load_weights([(name, tensor), ...])` at once.
+
+    The tensors are views of the bucket's memory and valid during the call. Nothing is kept, so an update
+    that ends early leaves the engine with a part of it: `begin`, pull, and on an error send a whole one again.
+    """
+
+    def __init__(self, load_weights: Callable[[list[tuple[str, torch.Tensor]]], object], layout: ServerLayout) -> None:
+        super().__init__({}, layout)
+        self._load_weights = load_weights
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        """Only of the layout: the engine does not tell its tensors."""
+        return [f"layout {d}" for d in manifest.layout.differences(self.layout)]
+
+    def stage(self, index: int, payload: torch.Tensor, checksums: bytes) -> None:
+        super().stage(index, payload, checksums)
+        self._load_weights(list(self._staged.items()))
+        self._staged = {}
+
+
 def unpack(bucket: Bucket, memory: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views into `memory` (flat uint8, this bucket's bytes), by name; no copy."""
     return {
@@ -127,20 +162,26 @@ def unpack(bucket: Bucket, memory: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def bucket_checksums(bucket: Bucket, memory: torch.Tensor) -> list[int]:
-    """One uint64 per entry of the bucket, of its bytes in `memory` (flat uint8)."""
+def bucket_checksums(bucket: Bucket, memory: torch.Tensor) -> bytes:
+    """A little-endian uint64 for each entry of the bucket, of its bytes in `memory` (flat uint8)."""
     table = ChecksumTable.build([(e.offset, e.nbytes) for e in bucket.entries], device=memory.device)
-    return unsigned(checksum(table, memory))
+    return as_bytes(checksum(table, memory))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return unsigned(checksum(ChecksumTable.build([(0, raw.numel())], device=raw.device), raw))[0]
+    return unsigned(as_bytes(checksum(ChecksumTable.build([(0, raw.numel())], device=raw.device), raw)))[0]
 
 
-def unsigned(values: torch.Tensor) -> list[int]:
-    """int64 bits as Python ints in [0, 2^64)."""
-    return [v & 0xFFFFFFFFFFFFFFFF for v in values.tolist()]
+def as_bytes(values: torch.Tensor) -> bytes:
+    """int64 values as they travel: 8 little-endian bytes each."""
+    little: bytes = values.cpu().numpy().astype("<i8", copy=False).tobytes()
+    return little
+
+
+def unsigned(checksums: bytes) -> tuple[int, ...]:
+    """What `as_bytes` made, as integers in [0, 2^64)."""
+    return struct.unpack(f"<{len(checksums) // 8}Q", checksums)
 
 
 def describe_differences(found: list[str]) -> str:

@@ -89,6 +89,8 @@ class WeightSource(Protocol):
     reads of an update (to finish a pending all-gather of parameters, say). `rule`: the rounding rule the
     trainer quantizes with itself, or None; it becomes the plan's unless the configuration names one.
     `requantized`: tensor name -> why the trainer's own FP8 bytes cannot be sent; the plan lists them.
+    `live(params)`: for each of these parameters the tensor whose memory `read` shows, None where `read` makes
+    a copy; cheap, called once per update, and what does not move between updates costs no more time then.
     `alone`: True if this rank holds every tensor and no other rank makes the bridge; then no call of it
     is collective, whatever torch.distributed has.
 

@@ -22,7 +22,7 @@ from .errors import WireError
 
 PROTOCOL = 1
 MAX_HEADER_NBYTES = 64 << 20
-"""Checksums of the largest bucket are 9 bytes a tensor; a header beyond this is refused unread."""
+"""Checksums of the largest bucket are 8 bytes a tensor; a header beyond this is refused unread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class BucketHeader:
-    """One bucket; the payload is the next frame. checksums[i] is of the manifest's i-th entry."""
+    """One bucket; the payload is the next frame. `checksums`: a little-endian uint64 for each entry of the
+    manifest's bucket, in order."""
 
     index: int
     nbytes: int
-    checksums: tuple[int, ...]
+    checksums: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,6 @@ def _typed(kind: str, name: str, type_name: str, value: Any) -> Any:
     if type_name == "tuple[int, ...]":
         if isinstance(value, list) and all(type(v) is int for v in value):
             return tuple(value)
-    elif type(value) is {"str": str, "int": int, "bool": bool}[type_name]:
+    elif type(value) is {"str": str, "int": int, "bool": bool, "bytes": bytes}[type_name]:
         return value
     raise WireError(f"{kind}.{name} must be {type_name}, got {type(value).__name__}")

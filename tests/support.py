@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,3 +179,45 @@ class ZmqThreadServer(LoopbackServer):
         Receiver(self.weights, self.name, should_stop=lambda: self._token != token).pull(
             addresses, token, manifest_hash, timeout_s=timeout_s
         )
+
+
+class Tap:
+    """A TCP line in front of a sender that keeps every byte that comes back through it.
+
+    change(offset, data): what is passed on instead of `data`, which began `offset` bytes into the line;
+    b"" passes nothing on, None cuts the line.
+    """
+
+    def __init__(self, change: Callable[[int, bytes], bytes | None] = lambda offset, data: data) -> None:
+        self.bytes = bytearray()
+        self._change = change
+
+    def in_front_of(self, address: str) -> str:
+        """The address to connect to instead."""
+        scheme, mark, key = address.partition("#")
+        host, port = scheme.removeprefix("tcp://").rsplit(":", 1)
+        listening = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._run, args=(listening, (host, int(port))), daemon=True).start()
+        return f"tcp://127.0.0.1:{listening.getsockname()[1]}{mark}{key}"
+
+    def _run(self, listening: socket.socket, to: tuple[str, int]) -> None:
+        with listening:
+            near, _ = listening.accept()
+        with near, socket.create_connection(to) as far:
+            threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
+            try:
+                while data := far.recv(65536):
+                    passed = self._change(len(self.bytes), data)
+                    self.bytes += data
+                    if passed is None:
+                        return
+                    near.sendall(passed)
+            except OSError:
+                return
+
+    def _forward(self, near: socket.socket, far: socket.socket) -> None:
+        try:
+            while data := near.recv(65536):
+                far.sendall(data)
+        except OSError:
+            return

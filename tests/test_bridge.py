@@ -170,8 +170,17 @@ def test_report_has_stages_bytes_and_servers_and_is_json():
     assert data["nbytes"] == bridge.plan.nbytes
     assert set(data["stages"]) == {"check", "begin", "open", "gather", "pack", "wire", "commit"}
     assert all(s["min"] <= s["median"] <= s["max"] for s in data["stages"].values())
+    seconds = data["servers"]["a"].pop("seconds")
     assert data["servers"]["a"] == {"state": "healthy", "version": 1, "reason": ""}
+    assert set(seconds) == set(data["server_stages"]) == {"load", "commit", "paused"}
+    assert 0 < seconds["load"] < seconds["paused"] <= data["paused_s"] < data["seconds"]
+    assert data["nbytes_sent"] == 2 * data["nbytes"]
+    assert data["gbytes_per_s"] == pytest.approx(data["nbytes_sent"] / data["seconds"] / 1e9)
+    assert set(data["stage_gbytes_per_s"]) == {"gather", "pack", "send"}
+    assert data["plan_s"] > 0
     assert data["extra_nbytes"]["max"] > 0
+    assert "traces" not in data
+    assert report.traces == (), "kept only where a trace is asked for"
     assert seen == [(i + 1, report.buckets) for i in range(report.buckets)]
 
 
@@ -181,6 +190,20 @@ def test_memory_is_two_buckets_whatever_the_model():
         report = bridge.update_weights(version=1)
     assert report.buckets > 4
     assert report.extra_nbytes.max <= 2 * 130_000
+
+
+def test_memory_is_two_buckets_and_the_largest_tensor_where_tensors_are_larger_than_a_bucket():
+    model = tiny_model(layers=3) | {"model.embed_tokens.weight": torch.randn(500, 192).bfloat16()}
+    model["lm_head.weight"] = torch.randn(510, 192).bfloat16()
+    server = ZmqThreadServer("a", layout=FP8_LAYOUT)
+    with connect([server], model, transport="zmq", bucket_nbytes=70_000) as bridge:
+        for version in (1, 2):
+            report = bridge.update_weights(version=version)
+            model["model.norm.weight"].mul_(2)
+    assert len([n for n in report.fallbacks if n.startswith("oversized")]) == 2
+    assert 510 * 192 * 2 < report.extra_nbytes.max <= 2 * 70_000 + 510 * 192 * 2
+    model["model.norm.weight"].div_(2)
+    assert_same_bits(server.tensors, expected_wire(model))
 
 
 # --- bad input: refused, and nothing is sent
@@ -279,7 +302,7 @@ def test_a_difference_in_name_shape_or_dtype_is_refused_at_connect(change, says)
         ({"bucket_nbytes": 0}, "bucket_nbytes must be a positive integer, got 0"),
         ({"bucket_nbytes": -5}, "got -5"),
         ({"bucket_nbytes": 1.5}, "got 1.5"),
-        ({"transport": "carrier-pigeon"}, "transport must be one of zmq, loopback; got 'carrier-pigeon'"),
+        ({"transport": "carrier-pigeon"}, "transport must be one of zmq, nccl, ipc, loopback; got 'carrier-pigeon'"),
         ({"rule": "round"}, "rule must be one of sglang, te, te_pow2, ue8m0; got 'round'"),
         ({"bucket_timeout_s": 0}, "bucket_timeout_s must be a positive number"),
         ({"min_healthy": 3}, "min_healthy is 3, but there are 1 servers"),

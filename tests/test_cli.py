@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import fp8bridge
 import fp8bridge.cli.doctor
@@ -14,6 +16,9 @@ import fp8bridge.cli.plan
 import fp8bridge.cli.quantization
 from fp8bridge.cli.app import main
 from fp8bridge.config import RULES
+from fp8bridge.engine import PRESETS, FP8EngineConfig, bytes_per_parameter
+from fp8bridge.engine.memory import total
+from fp8bridge.kernels import reference
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -70,7 +75,74 @@ def test_both_ways_to_start(start):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == ["demo", "plan", "doctor", "serve"]
+    names = ["demo", "plan", "convert", "doctor", "verify", "serve", "keys", "config", "bench"]
+    assert re.findall(r"^│ (\w+)  +\w", out, re.MULTILINE) == names
+
+
+def test_config_shows_every_preset_with_its_bytes(run):
+    code, out, err = run("config", "show")
+    assert (code, err) == (0, "")
+    for name, make in PRESETS.items():
+        assert re.search(rf"^ {name} .* {total(bytes_per_parameter(make())):.4g} ", out, re.MULTILINE), name
+
+
+def test_config_of_a_preset_says_where_its_fields_land(run):
+    code, out, _ = run("config", "show", "--preset", "fp8lm_o2")
+    assert code == 0
+    assert re.search(r"master_dtype +float16 +\*", out)
+    assert re.search(r"OptimizerConfig +main_params_dtype +torch.float16", out)
+    _, out, _ = run("config", "show", "--preset", "fp8lm_o2", "--dp", "8", "--json")
+    (facts,) = json.loads(out).values()
+    assert facts["fields"] == FP8EngineConfig.fp8lm_o2().as_dict()
+    assert facts["megatron"]["OptimizerConfig"]["exp_avg_dtype"] == "torch.uint8"
+    assert facts["bytes_per_parameter"]["hopper"]["linear"]["master"] == 2 / 8
+
+
+def test_config_of_a_file_is_checked(run, tmp_path):
+    path = tmp_path / "fp8.yaml"
+    path.write_text("preset: hopper_blockwise\nbf16_layers_at_end: 1\n")
+    assert run("config", "show", str(path))[0] == 0
+    path.write_text("recpie: blockwise\n")
+    code, out, err = run("config", "show", str(path))
+    assert (code, out) == (1, "")
+    assert "did you mean 'recipe'" in err
+    code, _, err = run("config", "show", str(path), "--preset", "fp8lm_o1")
+    assert code == 1
+    assert "not both" in err
+    assert "known: hopper_blockwise" in run("config", "show", "--preset", "nope")[2]
+
+
+def test_convert_there_and_back(run, tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    weight = (torch.randn(200, 130) * 0.05).bfloat16()
+    tensors = {"model.layers.0.mlp.down_proj.weight": weight, "model.norm.weight": torch.ones(130).bfloat16()}
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(QWEN3_8B))
+    code, out, _ = run("convert", str(source), str(tmp_path / "fp8"), "--to", "fp8", "--rule", "te_pow2", "--json")
+    facts = json.loads(out)
+    assert (code, facts["changed"], facts["copied"], facts["rule"]) == (0, 1, 1, "te_pow2")
+    found = load_file(tmp_path / "fp8" / "model.safetensors")
+    codes, scales = reference.quantize(weight, "te_pow2")
+    assert torch.equal(found["model.layers.0.mlp.down_proj.weight"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found["model.layers.0.mlp.down_proj.weight_scale_inv"], scales)
+    code, out, _ = run("convert", str(tmp_path / "fp8"), str(tmp_path / "bf16"), "--to", "bf16")
+    assert code == 0
+    assert "1 weights to bf16, 1 tensors as they were" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("nowhere", "out", "--to", "fp8"), "has neither model.safetensors.index.json nor model.safetensors"),
+        (("nowhere", "out", "--to", "bf16", "--rule", "te"), "--rule says how to quantize"),
+    ],
+)
+def test_convert_errors_are_one_line(run, words, says):
+    code, out, err = run("convert", *words)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert says in err
 
 
 def test_help_and_plan_load_nothing_heavy(config):
@@ -112,7 +184,11 @@ def test_plan_as_json_is_exact(run, config):
     assert facts["rule"] == "sglang"
     assert facts["servers"] == 4
     busiest = max(facts["nbytes_by_sender"].values())
-    assert facts["predicted_seconds"] == pytest.approx(busiest * 4 / 20e9)
+    assert (
+        facts["prediction"]["wire_s"]
+        >= busiest * 4 / 20e9
+        == pytest.approx(facts["prediction"]["link_nbytes"]["busiest_sender_out"] / 20e9)
+    )
 
 
 QWEN3_30B = {
@@ -170,6 +246,33 @@ def test_plan_says_when_nothing_would_be_quantized(run, config):
     assert "--quantization fp8" not in run("plan", "--config", config(), "--quantization", "none")[1]
 
 
+def test_plan_of_a_model_by_name_predicts_seconds_and_bytes_over_links(run):
+    words = ("plan", "--model", "Qwen3-30B-A3B", "--trainer", "tp4pp5ep4etp1", "--servers", "2xtp4")
+    code, out, _ = run(*words, "--links", "wire=1,ingest=4,bucket_s=0,fixed_s=0")
+    assert code == 0
+    assert "20 trainer ranks -> 2 servers on 8 GPUs" in out
+    assert re.search(r"predicted update: \d+\.\d+ s .*wire decides", out)
+    assert re.search(r"20 senders of .* to .* \(rank \d+\)", out)
+    facts = json.loads(run(*words, "--links", "wire=1,ingest=4", "--json")[1])
+    assert facts["prediction"]["link_nbytes"]["all_senders_out"] == 2 * facts["nbytes_wire"]
+    assert facts["layout"]["block"] == [128, 128], "a model by name is planned for block-FP8 servers"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--model", "GPT-5"], 1, "no model 'GPT-5'"),
+        (["--model", "Qwen3-8B", "--config", "."], 2, "either --config or --model"),
+        (["--model", "Qwen3-8B", "--trainer", "t8"], 1, "not written as tp8pp4ep8"),
+        (["--model", "Qwen3-8B", "--servers", "0"], 1, "not written as 16xtp8"),
+        (["--model", "Qwen3-8B", "--links", "wires=1"], 1, "wires=1"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_read(run, words, code, says):
+    found = run("plan", *words)
+    assert (found[0], says in found[1] + found[2]) == (code, True)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_plan_takes_every_rule_of_the_library(run, config, rule):
     code, out, _ = run("plan", "--config", config(), "--quantization", "fp8", "--rule", rule, "--json")
@@ -182,7 +285,7 @@ def test_plan_takes_every_rule_of_the_library(run, config, rule):
     [
         ([], "Usage"),
         (["bogus"], "No such command 'bogus'"),
-        (["plan"], "Missing option '--config'"),
+        (["plan"], "give either --config or --model"),
         (["plan", "--config", "/no/such/file"], "does not exist"),
         (["plan", "--config", ".", "--tp", "0"], "--tp"),
         (["plan", "--config", ".", "--tp", "two"], "--tp"),
@@ -262,7 +365,7 @@ def test_demo_passes_its_options_and_exit_code_on(run, monkeypatch):
     seen = {}
     monkeypatch.setattr(fp8bridge.demo.run, "run_demo", lambda **options: seen.update(options) or 1)
     assert run("demo", "--steps", "3", "--servers", "1", "--tp", "1", "--pp", "4", "--seed", "7", "--json")[0] == 1
-    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True}
+    assert seen == {"steps": 3, "servers": 1, "tp": 1, "pp": 4, "seed": 7, "json_out": True, "stock": False}
 
 
 @pytest.fixture

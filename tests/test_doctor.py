@@ -52,6 +52,8 @@ def test_each_missing_package_has_its_install_line():
     assert "megatron-core not installed" in found["see all of it work"]
     assert "uvicorn" in found["see all of it work"]
     assert found["plan an update"] == found["send over zmq"] == ""
+    without = fixes(ALL | {"safetensors": None}, GPU)["convert checkpoints"]
+    assert without == "safetensors not installed: pip install 'fp8bridge[engine]'"
 
 
 def test_an_empty_transformer_engine_breaks_megatron(monkeypatch):
@@ -132,7 +134,7 @@ def test_a_paused_server_and_one_that_does_not_tell():
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
-        ({"/server_info": (200, {"version": "0.5.23"})}, "takes no weights over ZMQ"),
+        ({"/server_info": (200, {"version": "0.5.23"})}, "neither an SGLang server nor one of"),
         ({"/server_info": (401, {"error": "Unauthorized"})}, "Unauthorized"),
         ({"/server_info": (500, "boom")}, "boom"),
         (

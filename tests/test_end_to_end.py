@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ def assert_holds(client, model):
 
 @pytest.fixture
 def pair():
+    with launched_pair() as clients:
+        yield clients
+
+
+@contextmanager
+def launched_pair():
     """Two servers of other weights than any trainer's here."""
     servers = [rollout.launch(FP8_QWEN3, seed=90 + i, wait=False) for i in range(2)]
     try:

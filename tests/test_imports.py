@@ -22,32 +22,59 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("errors", ""),
     ("types", ""),
     # decisions: pure data, nothing that needs torch
-    ("config layout report", ""),
+    ("config layout report models topology", ""),
     ("wire", "msgpack"),
     ("plan", ""),
-    ("planner protocols", ""),
+    ("planner protocols predict", ""),
+    ("exporters", "prometheus_client"),
     ("preflight", ""),
     # arithmetic
-    ("kernels.*", "torch triton"),
+    ("kernels.*", "torch numpy triton"),
     # stages; siblings never know each other
+    ("keys http", "zmq httpx"),
     ("ranks", "torch torch.distributed"),
-    ("staging", "torch"),
-    ("gather pack receiver servers transport.zmq transport.loopback", "torch numpy zmq httpx"),
-    ("transport", ""),
+    ("planning", ""),
+    ("nvtx", "torch"),
+    ("staging parameters", "torch"),
+    (
+        "gather pack receiver servers snapshots transport.zmq transport.nccl transport.loopback",
+        "torch torch.distributed numpy zmq",
+    ),
+    ("sglang.*", "torch numpy zmq msgpack"),
+    ("transport.ipc", "torch"),
+    ("transport rollout_server", ""),
     ("session", ""),
+    ("reporting", ""),
+    ("routing", "httpx"),
+    ("sending", ""),
     # the whole
     ("bridge", ""),
     ("fp8bridge", ""),
     # what stands on it
     ("adapters.*", "torch torch.distributed megatron transformer_engine ray verl deepspeed"),
+    ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
+    ("bench.*", "torch torch.distributed triton numpy zmq rich matplotlib"),
     ("demo.*", "torch torch.distributed megatron httpx rich safetensors"),
-    ("cli.*", "torch typer rich httpx"),
+    ("cli.*", "torch typer rich httpx safetensors"),
     ("__main__", ""),
 )
 KERNELS_MAY_IMPORT = {"errors"}
-ONLY_IN_FUNCTIONS = {"megatron", "transformer_engine", "sglang", "transformers", "ray", "verl", "deepspeed"}
-OPTIONAL = ("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers")
+ONLY_IN_FUNCTIONS = {
+    "prometheus_client",
+    "matplotlib",
+    "megatron",
+    "transformer_engine",
+    "sglang",
+    "transformers",
+    "ray",
+    "verl",
+    "deepspeed",
+}
+OPTIONAL = (
+    *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
+    *("safetensors", "yaml", "prometheus_client", "matplotlib"),
+)
 
 FILE_LINES, FUNCTION_LINES = 400, 50
 
@@ -198,6 +225,7 @@ def _run(code: str) -> str:
         "fp8bridge.adapters.megatron_layout",
         "fp8bridge.adapters.frameworks",
         "fp8bridge.adapters.areal_config",
+        "fp8bridge.engine",
     ],
 )
 def test_deciding_needs_no_torch(module):
@@ -206,7 +234,14 @@ def test_deciding_needs_no_torch(module):
 
 
 @pytest.mark.parametrize(
-    "module", ["fp8bridge", "fp8bridge.bridge", "fp8bridge.kernels", "fp8bridge.adapters.megatron"]
+    "module",
+    [
+        "fp8bridge",
+        "fp8bridge.bridge",
+        "fp8bridge.kernels",
+        "fp8bridge.adapters.megatron",
+        "fp8bridge.engine.checkpoint",
+    ],
 )
 def test_imports_without_the_optional_packages(module):
     code = f"""

@@ -16,6 +16,7 @@ PUBLIC = [
     "BridgeError",
     "LoopbackServer",
     "Plan",
+    "ServerEvent",
     "ServerLayout",
     "Shard",
     "SyncReport",
@@ -26,21 +27,37 @@ PUBLIC = [
 ]
 CONFIG_FIELDS = [
     "transport",
+    "group_backend",
     "rule",
     "bucket_nbytes",
     "senders",
     "allow_cast",
     "min_healthy",
+    "keep_last",
     "pause_mode",
     "host",
+    "curve_key_file",
     "allow_plaintext",
     "api_key",
     "request_timeout_s",
     "open_timeout_s",
     "bucket_timeout_s",
+    "update_timeout_s",
     "collective_timeout_s",
+    "report_path",
+    "trace_path",
+    "metrics_port",
 ]
-BRIDGE_MEMBERS = ["admit", "close", "servers", "update_weights", "verify"]
+BRIDGE_MEMBERS = [
+    "admit",
+    "close",
+    "kept_versions",
+    "rollback",
+    "server_checksums",
+    "servers",
+    "update_weights",
+    "verify",
+]
 
 
 def test_the_public_names():

@@ -69,6 +69,10 @@ def work(rank, port, harm, stage, queue):
         assert server.weight_version == ("1" if outcome == "ok" else "default")
         assert server._token is None, "no session is left open"
     queue.put((rank, outcome))
+    queue.close()
+    queue.join_thread()
+    # A group that is left to the interpreter's end may abort the process while its peers are going.
+    dist.destroy_process_group()
 
 
 def run(harm=None, stage=None):

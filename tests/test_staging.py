@@ -102,7 +102,7 @@ def test_duplicate_size_and_range(weights, manifest):
 
 def test_outside_of_an_update(weights):
     with pytest.raises(WireError, match="outside"):
-        weights.stage(0, torch.zeros(1, dtype=torch.uint8), [0])
+        weights.stage(0, torch.zeros(1, dtype=torch.uint8), bytes(8))
 
 
 def test_every_kind_of_difference_is_listed(manifest):

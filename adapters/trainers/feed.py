@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fp8bridge import BridgeConfig, SyncReport, WeightSource
+from fp8bridge import Bridge, BridgeConfig, SyncReport, WeightSource, connect
 from fp8bridge.errors import ConfigError
 from fp8bridge.protocols import RolloutServer
-from fp8bridge.servers import HttpServer
+from fp8bridge.sglang.server import SglangServer
 
 from .state_dict import HandedSource
-
-if TYPE_CHECKING:
-    from fp8bridge import Bridge
 
 
 class WeightFeed:
@@ -87,18 +84,15 @@ def connect_framework(
     `min_healthy` is all servers unless it is given: the framework would go on sampling from one that was
     fenced. held: it pauses the servers itself before an update and lets them go on after it.
     """
-    from fp8bridge import connect
-
     config = bridge_config({"min_healthy": max(1, len(servers))} | dict(settings))
-    if held:
-        servers = [HeldServer(_server(s, config)) for s in servers]
-    return connect(source, servers, config)
+    return HeldBridge(source, servers, config) if held else connect(source, servers, config)
 
 
-def _server(server: str | RolloutServer, config: BridgeConfig) -> RolloutServer:
-    if isinstance(server, str):
-        return HttpServer(server, timeout_s=config.request_timeout_s, api_key=config.api_key)
-    return server
+class HeldBridge(Bridge):
+    """A bridge to servers that the framework pauses and resumes itself."""
+
+    def _server(self, server: str | RolloutServer) -> RolloutServer:
+        return HeldServer(super()._server(server))
 
 
 class HeldServer:
@@ -108,15 +102,14 @@ class HeldServer:
     def __init__(self, server: RolloutServer) -> None:
         self.name = server.name
         self._server = server
+        if isinstance(server, SglangServer):
+            server.held = True  # a rehearsal and a reading of checksums do not resume it either
 
     def pause(self, mode: str, *, lease_s: float) -> None:
         """The framework did."""
 
     def resume(self) -> None:
         """The framework will, when the whole step is over."""
-
-    def flush_cache(self) -> None:
-        """The framework does so before it resumes."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._server, name)

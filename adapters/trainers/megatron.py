@@ -133,6 +133,16 @@ class MegatronSource:
             tensor = tensor.to(self._kept[param])
         return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
+    def live(self, params: Sequence[str]) -> list[torch.Tensor | None]:
+        return [self._live(key) for key in params]
+
+    def _live(self, key: str) -> torch.Tensor | None:
+        if key not in self._params:
+            param, mark, what = key.partition("#")
+            return te.live(self._params[param], mark + what)
+        tensor = self._params[key]
+        return None if self._kept.get(key, tensor.dtype) != tensor.dtype else tensor
+
     def _slots(self, index: int, chunk: Any) -> Iterator[Slot]:
         # layer_number counts through the whole model, from 1, whatever the pipeline split.
         layers = [(i, layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)]

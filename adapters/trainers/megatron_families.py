@@ -22,6 +22,7 @@ from .megatron_names import (
     to,
 )
 
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 EMBEDDING = (Rule(WORD_EMBEDDINGS, VOCAB, (to("model.embed_tokens.weight", "vocab", "hidden"),)),)
 HEAD = (
     Rule("decoder.final_layernorm.weight", REPLICATED, (to("model.norm.weight", "hidden"),)),
@@ -45,20 +46,31 @@ ATTENTION = (
     ),
     Rule("self_attention.linear_proj.weight", ROW, (to("self_attn.o_proj.weight", "hidden", "q"),)),
 )
-MLP = (
+
+
+def gated(mlp: str, hf: str, ffn: str, *, names: tuple[str, str, str] = GATE_UP_DOWN, **more: Any) -> tuple[Rule, ...]:
+    """A gated MLP: Megatron's two matrices, HF's three. more: further fields of both rules."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in names)
+    local = more.pop("local", mlp)
+    numbered = "{}" if more.get("expert") else ""
+    return tuple(
+        Rule(f"{mlp}.{linear}.weight{numbered}", split, targets, local=f"{local}.{linear}.weight", **more)
+        for linear, split, targets in (
+            ("linear_fc1", GATE_UP, (to(gate, ffn, "hidden"), to(up, ffn, "hidden"))),
+            ("linear_fc2", ROW, (to(down, "hidden", ffn),)),
+        )
+    )
+
+
+MLP_NORM = (
     Rule(
         "mlp.linear_fc1.layer_norm_weight",
         REPLICATED,
         (to("post_attention_layernorm.weight", "hidden"),),
         local="pre_mlp_layernorm.weight",
     ),
-    Rule(
-        "mlp.linear_fc1.weight",
-        GATE_UP,
-        (to("mlp.gate_proj.weight", "ffn", "hidden"), to("mlp.up_proj.weight", "ffn", "hidden")),
-    ),
-    Rule("mlp.linear_fc2.weight", ROW, (to("mlp.down_proj.weight", "hidden", "ffn"),)),
 )
+MLP = MLP_NORM + gated("mlp", "mlp", "ffn")
 MLP_BIAS = (
     Rule(
         "mlp.linear_fc1.bias",
@@ -94,49 +106,16 @@ def qkv_bias(when: str = "") -> tuple[Rule, ...]:
 MOE_NORM = (Rule("pre_mlp_layernorm.weight", REPLICATED, (to("post_attention_layernorm.weight", "hidden"),)),)
 
 
-def experts(
-    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, ...]:
+def experts(block: str = "mlp", names: tuple[str, str, str] = GATE_UP_DOWN) -> tuple[Rule, ...]:
     """Router and experts. TEGroupedMLP numbers weights, SequentialMLP modules."""
-    name = block + ".experts.{}."
-    return (
-        Rule("mlp.router.weight", REPLICATED, (to(f"{block}.gate.weight", "experts", "hidden"),)),
-        Rule(
-            "mlp.experts.linear_fc1.weight{}",
-            GATE_UP,
-            (to(f"{name}{gate}.weight", "moe_ffn", "hidden"), to(f"{name}{up}.weight", "moe_ffn", "hidden")),
-            local="mlp.experts.local_experts.{}.linear_fc1.weight",
-            expert=True,
-        ),
-        Rule(
-            "mlp.experts.linear_fc2.weight{}",
-            ROW,
-            (to(f"{name}{down}.weight", "hidden", "moe_ffn"),),
-            local="mlp.experts.local_experts.{}.linear_fc2.weight",
-            expert=True,
-        ),
-    )
+    router = Rule("mlp.router.weight", REPLICATED, (to(f"{block}.gate.weight", "experts", "hidden"),))
+    local = "mlp.experts.local_experts.{}"
+    return (router, *gated("mlp.experts", block + ".experts.{}", "moe_ffn", names=names, local=local, expert=True))
 
 
 def shared_expert(name: str) -> tuple[Rule, ...]:
     """An expert that sees every token, cut by the TP of attention."""
-    return (
-        Rule(
-            "mlp.shared_experts.linear_fc1.weight",
-            GATE_UP,
-            (
-                to(f"mlp.{name}.gate_proj.weight", "shared_ffn", "hidden"),
-                to(f"mlp.{name}.up_proj.weight", "shared_ffn", "hidden"),
-            ),
-            when="shared",
-        ),
-        Rule(
-            "mlp.shared_experts.linear_fc2.weight",
-            ROW,
-            (to(f"mlp.{name}.down_proj.weight", "hidden", "shared_ffn"),),
-            when="shared",
-        ),
-    )
+    return gated("mlp.shared_experts", f"mlp.{name}", "shared_ffn", when="shared")
 
 
 SHARED_GATE = (
@@ -256,7 +235,7 @@ FAMILIES = (
         ("MixtralForCausalLM",),
         layer=ATTENTION,
         dense=(),
-        moe=MOE_NORM + experts("block_sparse_moe", "w1", "w3", "w2"),
+        moe=MOE_NORM + experts("block_sparse_moe", ("w1", "w3", "w2")),
         first=EMBEDDING,
         last=HEAD,
         fields=(("experts", "num_local_experts"), ("moe_ffn", "intermediate_size")),

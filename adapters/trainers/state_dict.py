@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +37,29 @@ class StateDictSource:
         self.hf_config = load_hf_config(hf_config)
         self._model = model
         self._rank = rank if rank is not None else _world_rank()
+        self._given: tuple[list[str], list[torch.Tensor]] = ([], [])
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._plain: dict[str, torch.Tensor] = {}
         self.before_read()
 
     def before_read(self) -> None:
         """Take the tensors anew, once per update: a trainer may have replaced them."""
         tensors = self._model.state_dict() if isinstance(self._model, nn.Module) else self._model
-        named = {_plain_name(name): tensor.detach() for name, tensor in tensors.items()}
+        given = (list(tensors), list(tensors.values()))
+        if given[0] == self._given[0] and all(map(operator.is_, given[1], self._given[1])):
+            return
+        self._given = given
+        named = {_plain_name(name): tensor for name, tensor in tensors.items()}
         if self.hf_config.get("tie_word_embeddings"):
             named.pop("lm_head.weight", None)  # tied models send the embedding only
         for name, tensor in named.items():
             if not _is_dtensor(tensor):
                 _require_whole(name, tensor)
         self._tensors = named
+        self._plain = {name: tensor for name, tensor in named.items() if not _is_dtensor(tensor)}
+
+    def live(self, params: Sequence[str]) -> list[torch.Tensor | None]:
+        return list(map(self._plain.get, params))
 
     def describe(self) -> tuple[list[TensorMeta], list[Shard]]:
         metas, shards = [], []
@@ -60,7 +72,7 @@ class StateDictSource:
 
     def read(self, param: str) -> torch.Tensor:
         tensor: Any = self._tensors[param]
-        local: torch.Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
+        local: torch.Tensor = (tensor.to_local() if _is_dtensor(tensor) else tensor).detach()
         return local.reshape(TensorMeta(param, tuple(local.shape), "uint8").matrix)
 
 
@@ -121,6 +133,9 @@ class HandedSource:
     def describe(self) -> tuple[list[TensorMeta], list[Shard]]:
         metas = [self._metas[name] for name in self._kept]
         return metas, [Shard(m.name, self._rank, m.name, *m.matrix) for m in metas]
+
+    def live(self, params: Sequence[str]) -> list[torch.Tensor | None]:
+        return list(map(self._kept.get, params))
 
     def read(self, param: str) -> torch.Tensor:
         return self._kept[param].reshape(self._metas[param].matrix)

@@ -79,6 +79,14 @@ def read(param: Any, what: str) -> torch.Tensor:
     return transposed[: grid[1], : grid[0]].t().contiguous()
 
 
+def live(param: Any, what: str) -> torch.Tensor | None:
+    """The buffer whose memory `read` shows; None where that makes a copy."""
+    if what == DEQUANTIZED or param._rowwise_data is None:
+        return None
+    buffer: torch.Tensor = param._rowwise_data if what == CODES else param._rowwise_scale_inv
+    return buffer
+
+
 def why_not_as_is(meta: TensorMeta, everywhere: Sequence[Shard]) -> str:
     """Why a tensor cannot be put together from its shards' own codes; empty if it can.
 

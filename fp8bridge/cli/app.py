@@ -11,10 +11,15 @@ import typer
 from fp8bridge import __version__
 from fp8bridge.errors import BridgeError
 
+from . import bench
+from .config import config
+from .convert import convert
 from .demo import demo
 from .doctor import doctor
+from .keys import keys
 from .plan import plan
 from .serve import serve
+from .verify import verify
 
 TRACEBACK = "--traceback"
 
@@ -25,8 +30,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, plan, doctor, serve):
+for command in (demo, plan, convert, doctor, verify, serve, keys):
     app.command()(command)
+app.add_typer(config, name="config")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,9 +13,13 @@ def demo(
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of the trainer.", min=1)] = 2,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 1234,
+    server: Annotated[
+        Literal["embedded", "sglang"], typer.Option(help="Kind of the servers: ours, or stock SGLang.")
+    ] = "embedded",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a small Megatron-Core model on this CPU, sync it to running servers and check every byte."""
     from ..demo.run import run_demo
 
-    raise typer.Exit(run_demo(steps=steps, servers=servers, tp=tp, pp=pp, seed=seed, json_out=as_json))
+    stock = server == "sglang"
+    raise typer.Exit(run_demo(steps=steps, servers=servers, tp=tp, pp=pp, seed=seed, json_out=as_json, stock=stock))

@@ -5,19 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
 PACKAGES = (
     *("fp8bridge", "torch", "triton", "numpy", "pyzmq", "msgpack", "httpx"),
     *("megatron-core", "transformer-engine", "sglang", "transformers", "starlette", "uvicorn"),
+    *("safetensors", "pyyaml"),
 )
 SERVE = ("starlette", "uvicorn", "transformers")
+ENGINE = ("safetensors", "pyyaml")
 INSTALL_MEGATRON = (
     "pip install 'fp8bridge[megatron]' && pip install --no-deps --ignore-requires-python megatron-core==0.19.2"
 )
+IDENTITY_GAP = 1e-3
+"""Largest move of a logprob that an update with the same weights may cause."""
 FP8_CAPABILITY = (8, 9)
 """CUDA compute capability from which Triton converts to float8_e4m3fn."""
 
@@ -52,10 +58,27 @@ class ServerCheck:
     layout: str | None = None
     weight_version: str | None = None
     paused: bool | None = None
+    session: str | None = None
+    repaired: list[str] = field(default_factory=list)
 
 
 def doctor(
-    server: Annotated[list[str] | None, typer.Option(help="Also ask this rollout server; can be repeated.")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option("--server", "--servers", help="Also ask this rollout server; can be repeated.")
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            help="Drop update sessions that were left open and resume paused servers. Only when no trainer runs."
+        ),
+    ] = False,
+    identity: Annotated[
+        Path | None,
+        typer.Option(help="The servers' checkpoint: send it to them and see that they compute the same.", exists=True),
+    ] = None,
+    transport: Annotated[
+        Literal["zmq", "nccl", "ipc"], typer.Option(help="Of the identity update (stock SGLang: nccl, or our loader).")
+    ] = "zmq",
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -65,9 +88,11 @@ def doctor(
     gpu = device()
     offered = features(found, gpu)
     trainers = installed_frameworks()
-    servers = [check_server(url, timeout_s=timeout_s, api_key=api_key) for url in server or ()]
+    servers = [check_server(url, timeout_s=timeout_s, api_key=api_key, repair=repair) for url in server or ()]
+    identities = _identities(server or (), identity, transport, api_key)
     if as_json:
         facts = {
+            "identity": identities,
             "python": platform.python_version(),
             "packages": found,
             "device": gpu,
@@ -78,8 +103,22 @@ def doctor(
         print(json.dumps(facts, indent=1))
     else:
         _print(found, gpu, offered, trainers, servers)
-    if not all(check.usable for check in servers):
+        for same in identities:
+            read = f"{same['checked']} tensors read back" if same["checked"] else "its bytes cannot be read back"
+            print(f"{same['url']}: identity update moves logprobs by {same['gap']:.3g} ({read})")
+    if any(same["gap"] > IDENTITY_GAP for same in identities) or not all(check.usable for check in servers):
         raise typer.Exit(1)
+
+
+def _identities(
+    urls: Iterable[str], checkpoint: Path | None, transport: str, api_key: str | None
+) -> list[dict[str, Any]]:
+    if checkpoint is None:
+        return []
+    from .identity import identity_update
+
+    options = {"transport": transport, "pause_mode": "abort", "api_key": api_key}
+    return [asdict(identity_update(url, checkpoint, **options)) for url in urls]
 
 
 def versions() -> dict[str, str | None]:
@@ -126,6 +165,8 @@ def features(found: dict[str, str | None], gpu: dict[str, Any]) -> list[Feature]
         "quantize on the CPU": torch_fix,
         "quantize on the GPU": torch_fix or _gpu_fix(found, gpu),
         "read a Megatron-Core trainer": megatron_fix,
+        "convert checkpoints (fp8bridge convert)": torch_fix
+        or _missing(found, ENGINE, "pip install 'fp8bridge[engine]'"),
         "run a rollout server (fp8bridge serve)": serve_fix,
         "see all of it work (fp8bridge demo)": "; ".join(dict.fromkeys(filter(None, (megatron_fix, serve_fix)))),
     }
@@ -144,16 +185,20 @@ def installed_frameworks() -> list[InstalledFramework]:
     ]
 
 
-def check_server(url: str, *, timeout_s: float, api_key: str | None = None) -> ServerCheck:
-    """Ask one server what it holds and if it would take weights."""
+def check_server(url: str, *, timeout_s: float, api_key: str | None = None, repair: bool = False) -> ServerCheck:
+    """Ask one server what it holds and if it would take weights; first repair it, if asked to."""
+    from ..config import BridgeConfig
     from ..errors import BridgeError
-    from ..servers import HttpServer
+    from ..rollout_server import open_server
 
     try:
-        server = HttpServer(url, timeout_s=timeout_s, api_key=api_key)
+        server = open_server(url, timeout_s=timeout_s, api_key=api_key, config=BridgeConfig(transport="nccl"))
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error))
+    repaired: list[str] = []
     try:
+        if repair:
+            repaired = server.repair()
         info = server.info()
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error), paused=_paused(url, timeout_s))
@@ -166,6 +211,8 @@ def check_server(url: str, *, timeout_s: float, api_key: str | None = None) -> S
         layout=info.layout.describe() if info.layout else None,
         weight_version=info.weight_version,
         paused=_paused(url, timeout_s),
+        session=info.session,
+        repaired=repaired,
     )
 
 
@@ -252,5 +299,8 @@ def _print(
         mark = "[green]usable[/green]" if check.usable else "[red]not usable[/red]"
         told = {"engine": check.engine, "layout": check.layout, "weight version": check.weight_version}
         state = {True: "paused", False: "generating", None: "does not tell whether it is paused"}[check.paused]
-        facts = check.error or ", ".join([*(f"{k} {v}" for k, v in told.items()), state])
+        open_session = [f"an update session is {check.session}"] if check.session else []
+        facts = check.error or ", ".join(
+            [*(f"{k} {v}" for k, v in told.items()), state, *open_session, *check.repaired]
+        )
         console.print(f"{escape(check.url)}: {mark}: {escape(facts)}", soft_wrap=True)

@@ -26,6 +26,9 @@ def serve(
     admin_api_key: Annotated[
         str | None, typer.Option(envvar="FP8BRIDGE_ADMIN_API_KEY", help="Asked of what changes the server.")
     ] = None,
+    trainer_key: Annotated[
+        Path | None, typer.Option(help="Public CURVE key of the one trainer to take weights from.", exists=True)
+    ] = None,
     log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
 ) -> None:
     """Run a rollout server with SGLang's update and generate endpoints on this CPU, until Ctrl-C."""
@@ -33,6 +36,7 @@ def serve(
     if folder is None or (model_path and config):
         raise typer.BadParameter("give --config (random weights) or --model-path (a checkpoint)")
     from ..adapters.hf_config import load_hf_config
+    from ..keys import load_public_key
     from ..rollout import ServeConfig
     from ..rollout import serve as run_server
 
@@ -45,6 +49,7 @@ def serve(
         threads=threads,
         api_key=api_key,
         admin_api_key=admin_api_key,
+        trainer_key=None if trainer_key is None else load_public_key(trainer_key).decode(),
         log_level=log_level,
     )
     run_server(settings, host, port)

@@ -17,6 +17,7 @@ from fp8bridge.bridge import Bridge
 from fp8bridge.errors import BridgeError
 from fp8bridge.kernels import reference
 from fp8bridge.plan import Plan
+from fp8bridge.staging import tensor_checksum
 from fp8bridge.types import WeightSource
 
 PROMPT = [3, 5, 7, 9, 11, 13]
@@ -29,7 +30,7 @@ class DemoJob:
 
     urls: tuple[str, ...]
     hf_config: dict[str, Any]
-    quantization: dict[str, Any]
+    quantization: dict[str, Any] | None
     tp: int
     pp: int
     steps: int
@@ -61,7 +62,9 @@ def _train_and_sync(rank: int, job: DemoJob, events: Any) -> None:
     from .training import DemoTrainer
 
     trainer = DemoTrainer(job.hf_config, tp=job.tp, pp=job.pp, seed=job.seed)
-    with fp8bridge.connect(trainer.source, job.urls, bucket_nbytes=job.bucket_nbytes) as bridge:
+    # Stock SGLang of before 0.5.21 dies of its default pause mode; the demo has no running requests anyway.
+    mode = "retract" if job.quantization else "abort"
+    with fp8bridge.connect(trainer.source, job.urls, bucket_nbytes=job.bucket_nbytes, pause_mode=mode) as bridge:
         if rank == 0:
             events.put(("plan", bridge.plan.preview(servers=len(job.urls))))
         for step in range(1, job.steps + 1):
@@ -91,7 +94,7 @@ def _check(rank: int, job: DemoJob, bridge: Bridge, trainer: Any) -> dict[str, A
     if rank == 0:
         wire = reference_wire(bridge.plan, whole)
         shared[0] = {
-            "differences": [d for url in job.urls for d in _differences(url, wire)],
+            "differences": [d for url in job.urls for d in _differences(url, wire, bridge)],
             "versions": {url: _get(f"{url}/model_info").json()["weight_version"] for url in job.urls},
             "samples": [_generate(url) for url in job.urls],
             "dequantized": {i.meta.name: _dequantized(i.meta.name, wire, bridge.plan) for i in bridge.plan.items},
@@ -144,10 +147,14 @@ def _dequantized(name: str, wire: dict[str, torch.Tensor], plan: Plan) -> torch.
     return reference.dequantize(wire[name], scale, plan.layout.block)
 
 
-def _differences(url: str, wire: dict[str, torch.Tensor]) -> list[str]:
+def _differences(url: str, wire: dict[str, torch.Tensor], bridge: Bridge) -> list[str]:
     """Tensors whose bytes on the server are not the reference's."""
     from safetensors.torch import load
 
+    if bridge.plan.layout.block is None:
+        # Stock SGLang: the loader reads every tensor back and tells its checksum.
+        sums = bridge.server_checksums()[url]
+        return [f"{url}: {n} differs" for n, t in wire.items() if sums.get(n) != tensor_checksum(t)]
     held = load(_get(f"{url}/fp8bridge/weights").content)
     found = [f"{url}: {name} is missing or unexpected" for name in wire.keys() ^ held.keys()]
     for name in wire.keys() & held.keys():

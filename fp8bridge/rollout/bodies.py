@@ -46,6 +46,7 @@ class End:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortUpdate:
     session: str | None = None
+    whosever: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,9 @@ class ServeConfig:
     admin_api_key: str | None = field(default=None, repr=False)
     """If set, asked (instead of `api_key`) of everything that changes the server."""
 
+    trainer_key: str | None = None
+    """Public CURVE key (Z85) of the one trainer to take weights from. None: any, encrypted or not."""
+
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
@@ -53,6 +56,10 @@ class ServeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if self.trainer_key is not None and len(self.trainer_key) != 40:
+            raise ConfigError(
+                "trainer_key must be a public CURVE key of 40 characters (fp8bridge.keys.load_public_key)"
+            )
         if not self.weight_version:
             raise ConfigError("weight_version must not be empty")
 

@@ -37,7 +37,9 @@ class Service:
         self.engine = Engine(
             self.model, weight_version=config.weight_version, max_running_requests=config.max_running_requests
         )
-        self.updates = Updates(self.engine, url)
+        self.updates = Updates(
+            self.engine, url, trainer_key=config.trainer_key.encode() if config.trainer_key else None
+        )
         self.checker = WeightsChecker(self.model.weights)
         self.started_at = time.time()
 

@@ -80,12 +80,12 @@ class UpdateEndpoints:
 
     async def end(self, request: Request) -> Response:
         body = await read_request(bodies.End, request)
-        await self._updates.end(body)
-        return outcome(True, "Success", weight_version=self._engine.weight_version)
+        load_s = await self._updates.end(body)
+        return outcome(True, "Success", weight_version=self._engine.weight_version, load_s=load_s)
 
     async def abort(self, request: Request) -> Response:
         body = await read_request(bodies.AbortUpdate, request, optional=True)
-        was_open = await self._updates.abort(body.session, "the client asked for it")
+        was_open = await self._updates.abort(body.session, "a client asked for it", whosever=body.whosever)
         return outcome(True, "Success" if was_open else "no weight-update session is open")
 
     async def set_version(self, request: Request) -> Response:

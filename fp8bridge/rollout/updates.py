@@ -41,6 +41,7 @@ class _Session:
     state: Literal["opening", "open", "receiving", "committing", "aborting"] = "opening"
     manifest: Manifest | None = None
     pulled: bool = False
+    load_s: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
     stop: threading.Event = field(default_factory=threading.Event)
     pull: asyncio.Future[int] | None = None
@@ -56,9 +57,10 @@ class _Session:
 
 
 class Updates:
-    """name: how this server calls itself to the senders (its URL)."""
+    """name: how this server calls itself to the senders (its URL). trainer_key: see `Receiver`."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, *, trainer_key: bytes | None = None) -> None:
+        self._trainer_key = trainer_key
         self.name = name
         self.last_abort: dict[str, Any] | None = None
         self._engine = engine
@@ -112,7 +114,13 @@ class Updates:
             raise Refused("endpoints must name at least one sender, and timeout_s must be positive")
         if session.manifest is None or session.manifest.hash != body.manifest_hash:
             self._expect(session, body.manifest_hash)
-        receiver = Receiver(self._weights, self.name, should_stop=session.stop.is_set, on_alive=session.touch)
+        receiver = Receiver(
+            self._weights,
+            self.name,
+            should_stop=session.stop.is_set,
+            on_alive=session.touch,
+            trainer_key=self._trainer_key,
+        )
         session.state, session.pulled = "receiving", True
         session.pull = asyncio.ensure_future(
             asyncio.to_thread(
@@ -123,11 +131,13 @@ class Updates:
             return await session.pull
         finally:
             session.touch()
+            session.load_s += receiver.load_s
             if session.state == "receiving":
                 session.state, session.pull = "open", None
 
-    async def end(self, body: End) -> None:
-        """Commit what was received, version and weights in one step, and close the session.
+    async def end(self, body: End) -> float:
+        """Commit what was received, version and weights in one step, and close the session. Returns the seconds
+        spent on checking and staging what came.
 
         A session that received nothing and names no version is just closed, as SGLang does it.
         """
@@ -148,12 +158,16 @@ class Updates:
             session.state = "open"
             raise
         self._close(session)
+        return session.load_s
 
-    async def abort(self, session_id: str | None, reason: str) -> bool:
-        """Drop what arrived and close; False if nothing was open. Returns once a running pull has stopped."""
+    async def abort(self, session_id: str | None, reason: str, *, whosever: bool = False) -> bool:
+        """Drop what arrived and close; False if nothing was open. Returns once a running pull has stopped.
+
+        whosever: also a session that another client opened.
+        """
         if self._session is None:
             return False
-        session = self._current(NOT_OPEN, session_id)
+        session = self._session if whosever else self._current(NOT_OPEN, session_id)
         if session.state == "committing":
             raise Refused("the session is being committed; it cannot be aborted any more")
         await self._drop(session, reason)

@@ -9,11 +9,21 @@ from ..protocols import RolloutServer, Transport
 
 
 def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Transport:
-    """The transport of `config.transport`. `servers` are used by `loopback` alone."""
+    """The transport of `config.transport`. `servers`: on rank 0, those it will send to."""
     if config.transport == "loopback":
         from .loopback import LoopbackTransport
 
         return LoopbackTransport(servers)
+    if config.transport == "ipc":
+        from .ipc import IpcTransport
+
+        return IpcTransport(servers, config)
+    if config.transport == "nccl":
+        from .nccl import NcclTransport
+
+        return NcclTransport(servers, config)
+    from ..keys import load_key_pair
     from .zmq import ZmqTransport
 
-    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s)
+    pair = None if config.curve_key_file is None else load_key_pair(config.curve_key_file)
+    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s, keys=pair)

@@ -6,6 +6,7 @@ For tests, ours and users': the whole path except the network, with the same che
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class LoopbackServer:
     tensors: what it holds at start, also the names, shapes and dtypes it insists on. None: it takes
     the first plan it is shown, and starts from zeros.
     fail_at_bucket: it dies when that bucket arrives, and stays dead until `revive()`.
+    device: where it keeps what it receives.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class LoopbackServer:
         layout: ServerLayout,
         tensors: dict[str, torch.Tensor] | None = None,
         fail_at_bucket: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.name = name
+        self._device = torch.device(device)
         self.weights = StagedWeights(tensors or {}, layout)
         self.weight_version: str = "default"
         self.paused = False
@@ -42,6 +46,7 @@ class LoopbackServer:
         self.fail_at_bucket = fail_at_bucket
         self._dead = False
         self._token: str | None = None
+        self._load_s = 0.0
         self._manifest: Manifest | None = None
 
     @property
@@ -63,7 +68,8 @@ class LoopbackServer:
         self._alive("preflight")
         if not self.weights.tensors:
             self.weights.tensors = {
-                n: torch.zeros(e.shape, dtype=getattr(torch, e.dtype)) for n, e in manifest.entries().items()
+                n: torch.zeros(e.shape, dtype=getattr(torch, e.dtype), device=self._device)
+                for n, e in manifest.entries().items()
             }
         if found := self.weights.differences(manifest):
             raise ServerMismatchError(f"{self.name}: {describe_differences(found)}", server=self.name)
@@ -79,7 +85,7 @@ class LoopbackServer:
             raise self._refused("A weight update session is already open.")
         if self._manifest is None or manifest_hash != self._manifest.hash:
             raise self._refused("unknown plan; preflight first")
-        self._token = token
+        self._token, self._load_s = token, 0.0
         self.weights.begin(self._manifest)
 
     def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
@@ -90,13 +96,16 @@ class LoopbackServer:
         if packed.bucket.index == self.fail_at_bucket:
             self._dead = True
         self._alive(f"bucket {packed.bucket.index}")
-        self.weights.stage(packed.bucket.index, packed.memory.cpu().clone(), packed.checksums)
+        start = time.perf_counter()
+        self.weights.stage(packed.bucket.index, packed.memory.to(self._device, copy=True), packed.checksums)
+        self._load_s += time.perf_counter() - start
 
-    def commit(self, token: str, version: str) -> None:
+    def commit(self, token: str, version: str) -> float:
         self._alive("commit")
         self._mine(token)
         self.weights.commit()
         self.weight_version, self._token = version, None
+        return self._load_s
 
     def abort(self, token: str) -> None:
         self._alive("abort")
@@ -141,13 +150,16 @@ class LoopbackTransport:
     def __init__(self, servers: Sequence[RolloutServer]) -> None:
         self._servers: dict[str, Any] = {}
         for server in servers:
-            if not hasattr(server, "take"):
-                raise ConfigError(
-                    f"transport 'loopback' reaches LoopbackServer objects in this process, not {server.name}; "
-                    "use transport='zmq' for a URL"
-                )
-            self._servers[server.name] = server
+            self.join(server)
         self.failures: dict[str, BridgeError] = {}
+
+    def join(self, server: RolloutServer) -> None:
+        if not hasattr(server, "take"):
+            raise ConfigError(
+                f"transport 'loopback' reaches LoopbackServer objects in this process, not {server.name}; "
+                "use transport='zmq' for a URL"
+            )
+        self._servers[server.name] = server
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}
@@ -173,6 +185,9 @@ class LoopbackTransport:
         """Every bucket is acknowledged when `send` returns."""
 
     def close(self, reason: str = "") -> None:
+        """Nothing is held."""
+
+    def release(self) -> None:
         """Nothing is held."""
 
     def _lose(self, name: str, error: BridgeError) -> None:

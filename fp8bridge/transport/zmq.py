@@ -18,8 +18,9 @@ import torch
 import zmq
 
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
+from ..keys import KeyPair, with_key
 from ..plan import Manifest
-from ..protocols import PackedBucket
+from ..protocols import PackedBucket, RolloutServer
 from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
 
 _TICK_S = 0.05
@@ -41,11 +42,13 @@ class _Peer:
 
 
 class ZmqTransport:
-    """See `protocols.Transport`. `host`: address of this machine that servers can reach."""
+    """See `protocols.Transport`. `host`: address of this machine that servers can reach; `keys`: encrypt
+    with CURVE, as the holder of this pair."""
 
     multi_sender = True
 
-    def __init__(self, host: str, *, bucket_timeout_s: float) -> None:
+    def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
+        self._keys = keys
         self._host = f"[{host}]" if ":" in host else host
         self._bucket_timeout_s = bucket_timeout_s
         self.failures: dict[str, BridgeError] = {}
@@ -53,6 +56,9 @@ class ZmqTransport:
         self._changed = threading.Condition()
         self._reason = ""
         self._twins: dict[int, torch.Tensor] = {}
+
+    def join(self, server: RolloutServer) -> None:
+        """Servers connect by themselves, with the token of an update."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         if self._thread is not None:
@@ -71,9 +77,12 @@ class ZmqTransport:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+        # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
+        # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        if self._keys is not None:
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
         try:
             port = self._socket.bind_to_random_port(f"tcp://{self._host}")
         except zmq.ZMQError as err:
@@ -81,7 +90,8 @@ class ZmqTransport:
             raise TransportError(f"cannot listen on {self._host}: {err}; is it an address of this host?") from err
         self._thread = threading.Thread(target=self._run, name="fp8bridge-zmq", daemon=True)
         self._thread.start()
-        return f"tcp://{self._host}:{port}"
+        address = f"tcp://{self._host}:{port}"
+        return address if self._keys is None else with_key(address, self._keys.public)
 
     def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
         deadline = time.monotonic() + timeout_s
@@ -125,6 +135,9 @@ class ZmqTransport:
         self._thread.join()
         self._thread = None
         self._context.destroy(linger=200)
+
+    def release(self) -> None:
+        """Nothing is kept from update to update."""
 
     def _on_host(self, packed: PackedBucket) -> PackedBucket:
         """The bucket in memory that libzmq can read: a pinned twin of each of the packer's CUDA slots."""

@@ -10,6 +10,7 @@ from .dequantize import dequantize
 from .mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from .pack import BoundPack, PackItem, PackTable, quantize, quantize_pack
 from .rules import BLOCKS, RULES, WHOLE
+from .scan import Scan
 from .unpack import BoundUnpack, UnpackItem, UnpackTable, unpack_scatter
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ChecksumTable",
     "PackItem",
     "PackTable",
+    "Scan",
     "UnpackItem",
     "UnpackTable",
     "checksum",

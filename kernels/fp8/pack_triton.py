@@ -119,6 +119,14 @@ class DeviceTable:
                 self._run(records, bucket, flags, flags, "both")
         return flags
 
+    def look(self, records: torch.Tensor) -> torch.Tensor:
+        """The flags of `launch` for a table of copies, without writing anything."""
+        flags = torch.zeros(len(records), dtype=torch.int32, device=records.device)
+        if len(self.units):
+            with torch.cuda.device_of(records):
+                self._run(records, flags, flags, flags, "look")
+        return flags
+
     def _run(
         self, records: torch.Tensor, bucket: torch.Tensor, flags: torch.Tensor, amax: torch.Tensor, phase: str
     ) -> None:
@@ -191,7 +199,7 @@ def _pack_kernel(
             itemsize = tl.load(record_ptr + 9)
             copy_chunk(
                 src, stride * itemsize, dst, cols, cols, rows * cols, i_m * _CHUNK_NBYTES,
-                flag_ptr, tail.to(tl.int32), ones, tops, _COPY_VECTORS,
+                flag_ptr, tail.to(tl.int32), ones, tops, _COPY_VECTORS, PHASE != "look",
             )  # fmt: skip
     scales = bucket + tail
     if DTYPES & 1:

@@ -53,12 +53,12 @@ def load_int32_bytes(address, valid):
 @triton.jit
 def copy_chunk(
     src, src_stride, dst, dst_stride, row_nbytes, nbytes, start, flag_ptr, exponents, ones, tops,
-    VECTORS: tl.constexpr,
+    VECTORS: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Copy bytes [start, start + CHUNK_NBYTES) of the stream; strides and sizes are int64 bytes.
 
     `VECTORS` 16-byte pieces are in flight at a time. Sets *flag_ptr where a lane is non-finite; `tops` = 0
-    turns that off.
+    turns that off. Without STORE the bytes are only looked at, and `dst` is no address.
     """
     end = tl.minimum(start + _CHUNK_NBYTES, nbytes)
     aligned = ((src | src_stride | dst | dst_stride | row_nbytes) & 15) == 0
@@ -66,34 +66,41 @@ def copy_chunk(
         for at in tl.range(start, end, VECTORS * 16):
             i_vector = tl.arange(0, VECTORS)
             inside = (at + i_vector * 16 < end)[:, None]
-            _move(src + at, dst + at, i_vector * 16, i_vector * 16, inside, flag_ptr, exponents, ones, tops)
+            _move(src + at, dst + at, i_vector * 16, i_vector * 16, inside, flag_ptr, exponents, ones, tops,
+                  STORE)  # fmt: skip
     elif aligned:
         for at in tl.range(start, end, VECTORS * 16):
             stream = at + tl.arange(0, VECTORS).to(tl.int64) * 16
             row = stream // row_nbytes
             column = stream - row * row_nbytes
             _move(src, dst, row * src_stride + column, row * dst_stride + column, (stream < end)[:, None],
-                  flag_ptr, exponents, ones, tops)  # fmt: skip
+                  flag_ptr, exponents, ones, tops, STORE)  # fmt: skip
     else:
         for at in tl.range(start, end, _WORDS * 4):
-            _move_bytes(src, src_stride, dst, dst_stride, row_nbytes, at, end, flag_ptr, exponents, ones, tops)
+            _move_bytes(src, src_stride, dst, dst_stride, row_nbytes, at, end, flag_ptr, exponents, ones, tops,
+                        STORE)  # fmt: skip
 
 
 @triton.jit
-def _move(src, dst, src_at, dst_at, inside, flag_ptr, exponents, ones, tops):
+def _move(
+    src, dst, src_at, dst_at, inside, flag_ptr, exponents, ones, tops, STORE: tl.constexpr
+):  # fmt: skip
     """16 bytes from src + src_at[i] to dst + dst_at[i], everything a multiple of 16."""
     lane = tl.arange(0, 4)[None, :]
     src_ptr = tl.multiple_of(src.to(tl.pointer_type(tl.int32)), 16)
     dst_ptr = tl.multiple_of(dst.to(tl.pointer_type(tl.int32)), 16)
     value = tl.load(src_ptr + ((src_at // 16 * 4)[:, None] + lane), mask=inside, other=0)
-    tl.store(dst_ptr + ((dst_at // 16 * 4)[:, None] + lane), value, mask=inside)
+    if STORE:
+        tl.store(dst_ptr + ((dst_at // 16 * 4)[:, None] + lane), value, mask=inside)
     if tops != 0:
         if tl.max(has_nonfinite(value, exponents, ones, tops).to(tl.int32)) != 0:
             tl.atomic_or(flag_ptr, 1)
 
 
 @triton.jit
-def _move_bytes(src, src_stride, dst, dst_stride, row_nbytes, at, end, flag_ptr, exponents, ones, tops):
+def _move_bytes(
+    src, src_stride, dst, dst_stride, row_nbytes, at, end, flag_ptr, exponents, ones, tops, STORE: tl.constexpr
+):  # fmt: skip
     """Byte by byte: any alignment, any row length. Words are formed only to look for non-finite lanes."""
     lane = tl.arange(0, 4)[None, :]
     stream = at + tl.arange(0, _WORDS)[:, None].to(tl.int64) * 4 + lane
@@ -103,7 +110,8 @@ def _move_bytes(src, src_stride, dst, dst_stride, row_nbytes, at, end, flag_ptr,
     src_ptr = (src + row * src_stride + column).to(tl.pointer_type(tl.uint8))
     dst_ptr = (dst + row * dst_stride + column).to(tl.pointer_type(tl.uint8))
     value = tl.load(src_ptr, mask=inside, other=0)
-    tl.store(dst_ptr, value, mask=inside)
+    if STORE:
+        tl.store(dst_ptr, value, mask=inside)
     if tops != 0:
         word = tl.sum(value.to(tl.int32) << (8 * lane), axis=1)
         if tl.max(has_nonfinite(word, exponents, ones, tops).to(tl.int32)) != 0:

@@ -62,4 +62,4 @@ def _unpack_kernel(units_ptr, records_ptr, bucket_ptr, VECTORS: tl.constexpr):
     nbytes = tl.load(record_ptr + 2) * row_nbytes
     src = bucket_ptr.to(tl.int64) + tl.load(record_ptr + 4)
     # No flag is wanted: tops = 0, and the flag's address is never used.
-    copy_chunk(src, row_nbytes, dst, dst_stride, row_nbytes, nbytes, start, units_ptr, 0, 0, 0, VECTORS)
+    copy_chunk(src, row_nbytes, dst, dst_stride, row_nbytes, nbytes, start, units_ptr, 0, 0, 0, VECTORS, True)

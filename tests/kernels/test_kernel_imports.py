@@ -34,7 +34,7 @@ def test_works_where_triton_is_not_installed():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_imports_only_torch_triton_and_the_errors(path):
     names = set(imported_modules(path))
-    allowed = {"torch", "torch.nn.functional", "fp8bridge.errors"}
+    allowed = {"numpy", "torch", "torch.nn.functional", "fp8bridge.errors"}
     if "triton" in path.stem:
         allowed |= {"triton", "triton.language"}
     foreign = {name for name in names - allowed if name.split(".")[0] not in sys.stdlib_module_names}

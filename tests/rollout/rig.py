@@ -143,7 +143,7 @@ class Sender:
             payload = self._change(index, good)
             if payload is None:
                 return
-            header = BucketHeader(index, bucket.nbytes, tuple(checksums))
+            header = BucketHeader(index, bucket.nbytes, checksums)
             self._socket.send_multipart([identity, encode(header), payload])
 
 

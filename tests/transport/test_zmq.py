@@ -26,7 +26,7 @@ ALL = [b.index for b in MANIFEST.buckets]
 def packed(index):
     bucket = MANIFEST.buckets[index]
     memory = torch.cat([NEW[e.name].contiguous().reshape(-1).view(torch.uint8) for e in bucket.entries])
-    return PackedBucket(bucket, memory, tuple(bucket_checksums(bucket, memory)))
+    return PackedBucket(bucket, memory, bucket_checksums(bucket, memory))
 
 
 def nobody_gone(_):
@@ -267,10 +267,11 @@ def greet(socket, indexes=ALL):
 def bucket_frames(number, **change):
     p = packed(number)
     sums = change.get("sums", p.checksums)
-    header = encode(BucketHeader(change.get("index", number), change.get("nbytes", p.bucket.nbytes), tuple(sums)))
+    header = encode(BucketHeader(change.get("index", number), change.get("nbytes", p.bucket.nbytes), sums))
     return [header, change.get("payload", bytes(p.memory.numpy()))]
 
 
+NO_SUMS = bytes(8 * len(MANIFEST.buckets[0].entries))
 BAD_SENDERS = {
     "silence": (lambda: [], "heard nothing from the trainer"),
     "gives up": (lambda: [[encode(Refuse("NaN in the trainer"))]], "the sender gave up: NaN in the trainer"),
@@ -282,8 +283,11 @@ BAD_SENDERS = {
     "two payloads": (lambda: [[*bucket_frames(0), b"x"]], "has a payload of"),
     "lies about the size": (lambda: [bucket_frames(0, nbytes=1 << 60)], "says 1152921504606846976 bytes"),
     "unknown bucket": (lambda: [bucket_frames(0, index=1 << 40)], "came, 0 was next"),
-    "corrupt byte": (lambda: [bucket_frames(0, sums=[0] * len(MANIFEST.buckets[0].entries))], "changed on the way"),
-    "too few checksums": (lambda: [bucket_frames(0, sums=[])], "0 checksums"),
+    "corrupt byte": (
+        lambda: [bucket_frames(0, sums=NO_SUMS)],
+        "changed on the way",
+    ),
+    "too few checksums": (lambda: [bucket_frames(0, sums=b"")], "0 checksums"),
     "not a message": (lambda: [[b"\xc1\xc1"]], "not msgpack"),
     "not its turn": (lambda: [[encode(Welcome(()))]], "expected a bucket, got Welcome"),
 }

@@ -1,0 +1,286 @@
+"""Runs inside a stock SGLang server, in every TP rank, by its `--custom-weight-loader` hook.
+
+    python -m sglang.launch_server ... --custom-weight-loader fp8bridge.sglang.loader.load
+
+Phases of an update: `rehearse` (is this manifest a full update of this model?), `pull` (rank 0 receives
+every bucket over ZMQ into shared memory and checks it; the model is not touched), then `load` (every rank
+loads from there) or `drop`. `checksums` reads the weights back as they were sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgpack
+import numpy as np
+import torch
+import zmq
+
+from ..kernels import BoundUnpack, UnpackItem, UnpackTable
+from ..layout import ServerLayout
+from ..plan import Bucket, Manifest
+from ..receiver import Receiver
+from ..staging import StagedWeights, tensor_checksum, unpack
+from . import payload
+from .agent import Report
+from .cuda_ipc import open_export
+from .record import Copy, Rehearsal, parameters, rehearse
+
+SHARED = Path("/dev/shm")
+_PREFIX = "fp8bridge-"
+
+
+def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's entry. Never raises: an exception here would end the server."""
+    try:
+        phase, rank, address, call, data = msgpack.unpackb(payload.unpack(named_tensors))
+    except Exception as err:  # noqa: BLE001
+        print(f"fp8bridge: a call that cannot be read: {err}")
+        return
+    try:
+        answer = Report(call, rank, True, "", _PHASES[phase](model, rank, data))
+    except Exception as err:  # noqa: BLE001
+        answer = Report(call, rank, False, f"{type(err).__name__}: {err}", {})
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.connect(address)
+        socket.send(answer.encode())
+    except (zmq.ZMQError, TypeError) as err:
+        print(f"fp8bridge: cannot report to {address}: {err}")
+    finally:
+        context.destroy(linger=5000)
+
+
+@dataclass
+class _State:
+    """What one TP rank remembers between calls."""
+
+    manifest: Manifest | None = None
+    rehearsal: Rehearsal | None = None
+    folder: Path | None = None
+    lock: IO[bytes] | None = None
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    scatters: dict[int, tuple[BoundUnpack, list[Copy]]] = field(default_factory=dict)
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The trainer's GPU memory, by its own address."""
+    trainer: str = ""
+    """Whose slots they are."""
+
+
+_state = _State()
+
+
+def _rehearse(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    manifest = Manifest.from_dict(data["manifest"])
+    if _state.manifest is None or _state.manifest.hash != manifest.hash:
+        _state.rehearsal, _state.manifest = rehearse(model, manifest), manifest
+        _state.copies, _state.scatters = {}, {}
+    assert _state.rehearsal is not None, "made above"
+    return {"problems": _state.rehearsal.problems[:100], "count": len(_state.rehearsal.problems)}
+
+
+def _pull(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0: every bucket into a folder of shared memory. The others have nothing to do."""
+    manifest = _expect(data)
+    if rank != 0:
+        return {}
+    _drop(model, rank, {})
+    _state.folder, _state.lock = _shared_folder()
+    try:
+        weights = _AnyWeights(manifest.layout, _device_of(model))
+        weights.begin(manifest)
+        receiver = Receiver(weights, data["name"], memory=_in_files(_state.folder))
+        nbytes = receiver.pull(data["endpoints"], data["session"], manifest.hash, timeout_s=data["timeout_s"])
+    except BaseException:
+        _drop(model, rank, {})
+        raise
+    return {"folder": str(_state.folder), "nbytes": nbytes}
+
+
+def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Every rank: from shared memory into the live model, a bucket at a time."""
+    manifest, folder = _expect(data), Path(data["folder"])
+    replay = _can_replay(data)
+    device = _device_of(model)
+    with torch.no_grad():
+        for bucket in manifest.buckets:
+            if not bucket.nbytes:
+                continue
+            memory = torch.from_numpy(np.memmap(folder / str(bucket.index), dtype=np.uint8, mode="r+"))
+            _load_bucket(model, bucket, memory.to(device), replay=replay)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {"way": "replay" if replay else "load_weights"}
+
+
+def _load_slot(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """One bucket, from the trainer's own GPU memory."""
+    manifest, slot = _expect(data), data["slot"]
+    if data["trainer"] != _state.trainer:
+        # Memory stays taken as long as it is mapped here, also that of a trainer that is gone.
+        _state.trainer, _state.slots = data["trainer"], {}
+    if data["export"] is not None:
+        _state.slots[slot] = open_export(data["export"])
+    if slot not in _state.slots:
+        raise RuntimeError("a slot that was not exported to this process; the server was restarted: admit it again")
+    bucket, replay = manifest.buckets[data["index"]], _can_replay(data)
+    with torch.no_grad():
+        _load_bucket(model, bucket, _state.slots[slot][: bucket.nbytes], replay=replay)
+    torch.cuda.synchronize()
+    return {"way": "replay" if replay else "load_weights"}
+
+
+def _can_replay(data: dict[str, Any]) -> bool:
+    return bool(data["replay"] and _state.rehearsal is not None and _state.rehearsal.complete)
+
+
+def _load_bucket(model: Any, bucket: Bucket, memory: torch.Tensor, *, replay: bool) -> None:
+    tensors = unpack(bucket, memory)
+    if not replay:
+        model.load_weights(iter(tensors.items()))
+        return
+    params = parameters(model)
+    bound, rest = _scatter(params, bucket)
+    bound.launch(memory)
+    for copy in rest:
+        copy.dst.view(params[copy.param]).copy_(copy.src.view(tensors[copy.source]))
+
+
+def _scatter(params: dict[str, torch.Tensor], bucket: Bucket) -> tuple[BoundUnpack, list[Copy]]:
+    """One launch for the copies of a bucket, and those that it cannot make: of parts of rows, which a server of
+    several TP ranks takes. Kept while the parameters stay where they are."""
+    places = tuple(p.data_ptr() for p in params.values())
+    if places != _state.places:
+        _state.places, _state.scatters = places, {}
+    if bucket.index not in _state.scatters:
+        offsets = {e.name: e.offset for e in bucket.entries}
+        items, targets, rest = [], [], []
+        for copy in _copies().get(bucket.index, ()):
+            target = copy.dst.view(params[copy.param])
+            if not (copy.src.is_contiguous and target.dim() <= 2 and (not target.dim() or target.stride(-1) == 1)):
+                rest.append(copy)
+                continue
+            target = target.reshape(1, -1) if target.dim() < 2 else target
+            dtype, at = str(target.dtype).removeprefix("torch."), copy.src.offset * target.element_size()
+            rows, cols = target.shape
+            items.append(UnpackItem(rows, cols, dtype, offsets[copy.source] + at))
+            targets.append(target)
+        table = UnpackTable.build(items, device=_device_of_params(params))
+        _state.scatters[bucket.index] = (table.bind(targets), rest)
+    return _state.scatters[bucket.index]
+
+
+def _copies() -> dict[int, list[Copy]]:
+    """What the rehearsal saw, by bucket; sorted out once."""
+    if not _state.copies:
+        assert _state.manifest is not None, "rehearsed"
+        assert _state.rehearsal is not None, "rehearsed"
+        home = {e.name: bucket.index for bucket in _state.manifest.buckets for e in bucket.entries}
+        for copy in _state.rehearsal.copies:
+            _state.copies.setdefault(home[copy.source], []).append(copy)
+    return _state.copies
+
+
+def _drop(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 removes what it pulled; mappings that other ranks still have stay valid."""
+    if rank == 0:
+        if _state.folder is not None:
+            shutil.rmtree(_state.folder, ignore_errors=True)
+        if _state.lock is not None:
+            _state.lock.close()
+        _state.folder = _state.lock = None
+    return {}
+
+
+def _shared_folder() -> tuple[Path, IO[bytes]]:
+    """A new folder, and a lock in it that ends with this process. Folders of processes that died are removed:
+    what is in them is memory of this host."""
+    for old in SHARED.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), open(old / "lock", "rb") as theirs:
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    # It gets its name once it is locked, so that nobody takes it for a dead one's.
+    made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=SHARED))
+    lock = open(made / "lock", "wb")  # noqa: SIM115 - held as long as the folder
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.removeprefix("."))), lock
+
+
+def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """uint64 of the bytes of every tensor, put together again from where it was loaded to."""
+    manifest, rehearsal = _expect(data), _state.rehearsal
+    if rehearsal is None or not rehearsal.complete:
+        raise RuntimeError("this rank does not hold every tensor as it was sent (TP > 1, or the model changes them)")
+    params, found = parameters(model), {}
+    copies: dict[str, list[Any]] = {}
+    for copy in rehearsal.copies:
+        copies.setdefault(copy.source, []).append(copy)
+    for name, entry in manifest.entries().items():
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=_device_of(model))
+        for copy in copies.get(name, ()):
+            copy.src.view(whole).copy_(copy.dst.view(params[copy.param]))
+        found[name] = tensor_checksum(whole)
+    return {"tensors": found}
+
+
+def _device_of(model: Any) -> torch.device:
+    return _device_of_params(parameters(model))
+
+
+def _device_of_params(params: dict[str, torch.Tensor]) -> torch.device:
+    return next(iter(params.values())).device
+
+
+def _expect(data: dict[str, Any]) -> Manifest:
+    if _state.manifest is None or _state.manifest.hash != data["manifest_hash"]:
+        raise RuntimeError("this plan is not known here; the server was restarted: rehearse it first")
+    return _state.manifest
+
+
+class _AnyWeights(StagedWeights):
+    """Takes every tensor of the manifest: the rehearsal has compared it with the model. Checksums are made on
+    the model's device, which is far quicker than the one thread that SGLang leaves."""
+
+    def __init__(self, layout: ServerLayout, device: torch.device) -> None:
+        super().__init__({}, layout)
+        self._device = device
+
+    def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> bytes:
+        return super()._checksums(bucket, payload.to(self._device))
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        return []
+
+
+def _in_files(folder: Path) -> Callable[[int, int], np.ndarray[Any, Any]]:
+    def memory(index: int, nbytes: int) -> np.ndarray[Any, Any]:
+        if not nbytes:
+            return np.empty(0, dtype=np.uint8)
+        path = folder / str(index)
+        with open(path, "wb") as file:
+            # Here a full /dev/shm is an error; met while writing to the mapping, it would kill the server.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        return np.memmap(path, dtype=np.uint8, mode="r+", shape=(nbytes,))
+
+    return memory
+
+
+_PHASES = {
+    "rehearse": _rehearse,
+    "pull": _pull,
+    "load": _load,
+    "load_slot": _load_slot,
+    "drop": _drop,
+    "checksums": _checksums,
+}
