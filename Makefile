@@ -6,8 +6,6 @@ BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-FRAMEWORKS ?= ray trl verl areal skyrl openrlhf exporters
-
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-sglang test lint test-sglang test-gpu test-frameworks docs clean
 
@@ -36,18 +34,12 @@ test-sglang: $(INSTALLED)  ## real SGLang servers of two versions on the CPU (in
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
 
-# One environment and one run per framework: their pins differ. NeMo-RL's tests need Ray, and no package of its own.
 test-frameworks: $(INSTALLED)  ## install each framework by itself and run its adapter's tests (FRAMEWORKS="trl ray")
-	@set -e; for name in $(FRAMEWORKS); do \
-	  dir=$(VENV)/frameworks/$$name; tests=tests/frameworks/test_$$name.py; \
-	  if [ $$name = ray ]; then tests="$$tests tests/frameworks/test_nemo_rl.py"; fi; \
-	  test -e $$dir/.installed || { scripts/frameworks_env.sh $$name $$dir $(BIN)/python; touch $$dir/.installed; }; \
-	  $$dir/bin/python -m pytest -o filterwarnings=default -W ignore $$tests; \
-	done
+	@OMP_NUM_THREADS=1 PYTHON=$(BIN)/python scripts/test_frameworks.sh $(FRAMEWORKS)
 
-docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an error
+docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an error (with --quiet it would not be)
 	@$(PIP_INSTALL) -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment, caches and builds
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

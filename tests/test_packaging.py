@@ -121,6 +121,7 @@ def test_no_machine_is_named_in_the_build_files():
         ".ci/run",
         "scripts/typecheck",
         "scripts/frameworks_env.sh",
+        "scripts/test_frameworks.sh",
     ):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert not re.search(r"https?://|index-url|find-links|/(work|tmp|root|home)/", text), name

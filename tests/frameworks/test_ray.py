@@ -41,7 +41,7 @@ class Trainer:
     def die_in_the_next_update(self):
         from fp8bridge.gather import Gather
 
-        Gather.check_finite = lambda *_: os._exit(1)
+        Gather.check = lambda *_: os._exit(1)
 
 
 @pytest.fixture(scope="module")
