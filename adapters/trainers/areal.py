@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 
 from fp8bridge import SyncReport
-from fp8bridge.errors import ConfigError
+from fp8bridge.errors import ConfigError, RankError
 
 from .feed import connect_framework
 from .frameworks import warn_if_untested
@@ -33,6 +33,7 @@ class BridgeUpdates:
     bridge_servers: ClassVar[Sequence[Any] | None] = None
     report: SyncReport | None = None
     _bridge: Bridge | None = None
+    _urls: Sequence[Any] = ()
 
     # What AReaL's engine has, and this class uses.
     model: Any
@@ -47,12 +48,16 @@ class BridgeUpdates:
         without_group.type = "disk"  # the one kind for which AReaL sets nothing up
         super().connect_engine(engine, without_group)  # type: ignore[misc]
         self._close_bridge()
+        self._urls = self._servers()
 
     def update_weights(self, meta: Any) -> None:
         """Give every rollout server the weights as version `meta.version`, or the next one where AReaL gave none.
 
         Collective. Raises the bridge's errors; no server has the new version then.
         """
+        self._check_rollout_engine_connected()  # type: ignore[attr-defined]
+        if meta.type != "xccl":
+            raise ConfigError(f"weight_update_mode is {meta.type!r}; with BridgeUpdates it must be 'xccl'")
         if meta.use_lora:
             raise ConfigError("LoRA adapters go to the servers by AReaL's own update; use_lora must be off")
         version = self.get_version() + 1 if meta.version is None else meta.version  # type: ignore[attr-defined]
@@ -70,13 +75,23 @@ class BridgeUpdates:
     def _connected(self) -> Bridge:
         if self._bridge is None:
             source = MegatronSource(list(self.model), self.hf_config.to_dict())
-            self._bridge = connect_framework(source, self._servers(), self.bridge_settings, held=True)
+            self._bridge = connect_framework(source, self._urls, self.bridge_settings, held=True)
         return self._bridge
 
     def _hold(self, verb: str) -> None:
+        """Rank 0 tells the rollout engine; if that fails, no rank goes on alone."""
+        failed: list[Exception | None] = [None]
         if dist.get_rank() == 0:
-            getattr(self.rollout_engine, verb)()
-        dist.barrier(group=self.cpu_group)
+            try:
+                getattr(self.rollout_engine, verb)()
+            except Exception as err:  # noqa: BLE001 - raised again below, once the other ranks know
+                failed = [err]
+        told = [failed[0] and f"{type(failed[0]).__name__}: {failed[0]}"]
+        dist.broadcast_object_list(told, src=0, group=self.cpu_group)
+        if failed[0] is not None:
+            raise failed[0]
+        if told[0] is not None:
+            raise RankError(f"trainer rank 0 failed in {verb}: {told[0]}")
 
     def _servers(self) -> list[Any]:
         if self.bridge_servers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import warnings
 from dataclasses import dataclass
@@ -11,13 +12,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """name: as its users say it. package: its distribution. adapter: our module. page: under docs/frameworks/.
-    tested: (from this version, below that one); None: with its published interface only, not with the package."""
+    tested: (from this version, below that one); None: with its published interface only, not with the package.
+    module: one of its own, for a name that another project has on the registry."""
 
     name: str
     package: str
     adapter: str
     page: str
     tested: tuple[str, str] | None
+    module: str | None = None
 
 
 FRAMEWORKS = (
@@ -25,7 +28,7 @@ FRAMEWORKS = (
     Framework(name="TRL", package="trl", adapter="fp8bridge.adapters.trl", page="trl", tested=("1.16", "1.17")),
     Framework(name="Ray", package="ray", adapter="fp8bridge.adapters.ray", page="ray", tested=("2.60", "2.61")),
     Framework(name="AReaL", package="areal", adapter="fp8bridge.adapters.areal", page="areal", tested=("1.0", "1.1")),
-    Framework(name="SkyRL", package="skyrl", adapter="fp8bridge.adapters.skyrl", page="skyrl", tested=("0.3", "0.5")),
+    Framework(name="SkyRL", package="skyrl", adapter="fp8bridge.adapters.skyrl", page="skyrl", tested=("0.3", "0.4")),
     Framework(
         name="OpenRLHF",
         package="openrlhf",
@@ -45,10 +48,17 @@ FRAMEWORKS = (
         package="megatron-bridge",
         adapter="fp8bridge.adapters.state_dict",
         page="exporters",
-        tested=("0.6", "0.7"),
+        tested=None,
     ),
     Framework(name="NeMo-RL", package="nemo-rl", adapter="fp8bridge.adapters.nemo_rl", page="nemo-rl", tested=None),
-    Framework(name="slime", package="slime", adapter="fp8bridge.adapters.slime", page="slime", tested=None),
+    Framework(
+        name="slime",
+        package="slime",
+        adapter="fp8bridge.adapters.slime",
+        page="slime",
+        tested=None,
+        module="slime.backends",
+    ),
     Framework(name="miles", package="miles", adapter="fp8bridge.adapters.slime", page="slime", tested=None),
 )
 
@@ -65,9 +75,11 @@ def framework(name: str) -> Framework:
 def installed(entry: Framework) -> str | None:
     """Its installed version; None if it is not installed."""
     try:
-        return importlib.metadata.version(entry.package)
-    except importlib.metadata.PackageNotFoundError:
+        version = importlib.metadata.version(entry.package)
+        found = entry.module is None or importlib.util.find_spec(entry.module) is not None
+    except ImportError:  # PackageNotFoundError is one
         return None
+    return version if found else None
 
 
 def untested(entry: Framework, version: str) -> str:

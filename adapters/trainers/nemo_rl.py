@@ -10,6 +10,7 @@ from typing import Any
 from fp8bridge import SyncReport, WeightSource
 from fp8bridge.errors import ConfigError
 
+from .feed import bridge_config
 from .frameworks import warn_if_untested
 from .ray import RayBridge
 
@@ -39,6 +40,7 @@ class BridgeWeightSynchronizer:
         self._make_source = make_source or (lambda worker: _megatron_source(worker, hf_config))
         # All generation workers are always at one version: that is NeMo-RL's rule.
         self._settings = {"min_healthy": max(1, len(self._servers))} | settings
+        bridge_config(self._settings)  # a wrong field is an error now
         self._bridge: RayBridge | None = None
         self._version = 0
         self._stale = True

@@ -109,6 +109,12 @@ def _replica_urls(rollout_workers: Iterable[dict[str, Any]]) -> list[str]:
     """The URL of each replica's server, which verl keeps as a named Ray actor."""
     import ray
 
+    decoding = "sglang_server_decode_"
+    if any(name.startswith(decoding) for name in ray.util.list_named_actors()):
+        raise ConfigError(
+            f"verl runs decode servers of their own ({decoding}*), which need the weights too; give the URLs of all "
+            f"servers as engine_kwargs.{BACKEND}.servers"
+        )
     names = []
     for group in dict.fromkeys(worker["worker_group"] for worker in rollout_workers):
         match = _REPLICA.fullmatch(group)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import importlib
+import sys
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from fp8bridge import BridgeConfig, LoopbackServer
+from fp8bridge import BridgeConfig, LoopbackServer, connect
 from fp8bridge.adapters import frameworks
 from fp8bridge.adapters.feed import HeldServer, WeightFeed
 from fp8bridge.adapters.state_dict import ExportSource, HandedSource
@@ -46,8 +48,6 @@ def test_each_rank_keeps_a_share_and_nothing_crosses_between_ranks(size, monkeyp
     sources = [source(rank) for rank in range(size)]
 
     def work(rank):
-        from fp8bridge import connect
-
         with connect(sources[rank], [server] if rank == 0 else ["x"], transport="loopback", senders="first") as bridge:
             bridge.update_weights(version=1)
             return sum(tensor.nbytes for tensor in sources[rank]._kept.values())
@@ -56,6 +56,24 @@ def test_each_rank_keeps_a_share_and_nothing_crosses_between_ranks(size, monkeyp
     assert sum(kept) == total
     assert max(kept) - min(kept) <= max(tensor.nbytes for tensor in model.values())
     assert_same_bits(server.tensors, expected_wire(model))
+
+
+def test_named_tuples_are_pairs_and_what_is_kept_lies_still():
+    """Megatron-Bridge yields `HFWeightTuple(param_name, weight)`."""
+
+    class HFWeightTuple(NamedTuple):
+        param_name: str
+        weight: torch.Tensor
+
+    model, server = tiny_model(), LoopbackServer(layout=FP8_LAYOUT)
+    source = ExportSource(lambda: (HFWeightTuple(*pair) for pair in model.items()), FP8_CONFIG)
+    with connect(source, [server], transport="loopback") as bridge:
+        before = [tensor.data_ptr() for tensor in source.live(list(model))]
+        for version in (1, 2):
+            model = {name: tensor * 2 for name, tensor in model.items()}
+            bridge.update_weights(version=version)
+            assert_same_bits(server.tensors, expected_wire(model))
+        assert [tensor.data_ptr() for tensor in source.live(list(model))] == before, "no tables are made anew"
 
 
 def test_tensors_are_copied_when_taken_and_read_to_the_end_even_when_wrong():
@@ -151,3 +169,21 @@ def test_an_untested_version_is_said_plainly(monkeypatch):
         warnings.simplefilter("error")
         frameworks.warn_if_untested("TRL")
         frameworks.warn_if_untested("slime")
+
+
+def test_another_project_of_slimes_name_is_not_slime(monkeypatch, tmp_path):
+    folder = tmp_path / "slime"
+    info = tmp_path / "slime-1.0.dist-info"
+    for made in (folder, info):
+        made.mkdir()
+    (folder / "__init__.py").touch()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slime\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = frameworks.framework("slime")
+    try:
+        assert frameworks.installed(entry) is None
+        (folder / "backends").mkdir()
+        importlib.invalidate_caches()
+        assert frameworks.installed(entry) == "1.0"
+    finally:
+        sys.modules.pop("slime", None)

@@ -83,10 +83,10 @@ def rollout_engine(url):
     return engine
 
 
-def meta(version=None, **changes):
+def meta(version=None, kind="xccl", **changes):
     from areal.api.io_struct import WeightUpdateMeta
 
-    made = WeightUpdateMeta(type="xccl", **changes)
+    made = WeightUpdateMeta(type=kind, **changes)
     return made if version is None else made.with_version(version)
 
 
@@ -136,6 +136,8 @@ def test_an_error_is_raised_and_generation_continues_with_the_old_version(actor,
     assert (server.version(), server.load()["paused"]) == ("1", False)
     with pytest.raises(ConfigError, match="use_lora must be off"):
         actor.update_weights(meta(2, use_lora=True))
+    with pytest.raises(ConfigError, match="weight_update_mode is 'disk'; with BridgeUpdates it must be 'xccl'"):
+        actor.update_weights(meta(2, kind="disk"))
     server.server.kill()
     with pytest.raises(RuntimeError, match="pause_generation"):  # AReaL's own client noticed first
         actor.update_weights(meta(2))
@@ -156,9 +158,17 @@ def test_a_server_that_fails_is_an_error_on_the_trainer(actor, connect, server, 
     assert (server.version(), server.load()["paused"]) == ("1", False)
 
 
-def test_a_rollout_engine_without_addresses_asks_for_them(actor):
-    actor.rollout_engine = SimpleNamespace(pause_generation=lambda: None, continue_generation=lambda: None)
+def test_a_rollout_engine_without_addresses_asks_for_them(actor, connect):
+    engine = SimpleNamespace(pause_generation=lambda: None, continue_generation=lambda: None)
     with pytest.raises(ConfigError, match="set bridge_servers on the engine's class"):
+        actor.connect_engine(engine, meta())
+    type(actor).bridge_servers = ["http://here:1"]
+    actor.connect_engine(engine, meta())
+    assert actor._urls == ["http://here:1"]
+
+
+def test_before_a_rollout_engine_is_connected_areal_says_so(actor):
+    with pytest.raises(RuntimeError, match="connect"):
         actor.update_weights(meta(1))
 
 
