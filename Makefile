@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test lint test-sglang test-faults fuzz soak test-gpu clean
+.PHONY: help demo demo-sglang test lint test-sglang test-faults fuzz soak test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,8 +41,15 @@ fuzz: $(INSTALLED)  ## coverage-guided fuzzing of what peers can send, a million
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
 
+test-frameworks: $(INSTALLED)  ## install each framework by itself and run its adapter's tests (FRAMEWORKS="trl ray")
+	@OMP_NUM_THREADS=1 PYTHON=$(BIN)/python scripts/test_frameworks.sh $(FRAMEWORKS)
+
+docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an error (with --quiet it would not be)
+	@$(PIP_INSTALL) -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:  ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # megatron-core goes in by itself: its metadata says Python >= 3.12, its wheels work on 3.11.

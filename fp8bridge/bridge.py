@@ -18,7 +18,7 @@ from .nvtx import ranges
 from .planning import agree_on_plan
 from .preflight import resolve_layout
 from .protocols import RolloutServer, Target
-from .ranks import Ranks, agree, connect_ranks
+from .ranks import Ranks, SingleRank, agree, connect_ranks
 from .report import ServerReport, Stopwatch, SyncReport
 from .reporting import compare, decoded, encoded, facts_of, measured, states, sync_report
 from .rollout_server import open_server
@@ -81,7 +81,8 @@ class Bridge:
         self._exporters: Exporters | None = None
         self._closed = False
         self._updating = threading.Lock()
-        self._ranks: Ranks = connect_ranks(timeout_s=config.collective_timeout_s)
+        alone = getattr(source, "alone", False)
+        self._ranks: Ranks = SingleRank() if alone else connect_ranks(timeout_s=config.collective_timeout_s)
         self._held.callback(self._ranks.close)
         try:
             self._connect(servers)

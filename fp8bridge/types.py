@@ -91,6 +91,8 @@ class WeightSource(Protocol):
     `requantized`: tensor name -> why the trainer's own FP8 bytes cannot be sent; the plan lists them.
     `live(params)`: for each of these parameters the tensor whose memory `read` shows, None where `read` makes
     a copy; cheap, called once per update, and what does not move between updates costs no more time then.
+    `alone`: True if this rank holds every tensor and no other rank makes the bridge; then no call of it
+    is collective, whatever torch.distributed has.
 
     hf_config: the Hugging Face config of the model as a dict; a `quantization_config` in it is
         the layout the trainer expects of the servers, and is compared with theirs.

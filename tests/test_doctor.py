@@ -175,3 +175,22 @@ def test_no_server_asked_is_exit_code_0_whatever_is_missing(capsys):
     out = capsys.readouterr().out
     assert "torch" in out
     assert "quantize on the CPU" in out
+
+
+def test_installed_frameworks_have_their_adapter_and_a_note_where_untested(monkeypatch, capsys):
+    installed = {"ray": "2.60.0", "trl": "0.9.1"}
+
+    def version(name):
+        if name in installed:
+            return installed[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {f.name: f for f in doctor.installed_frameworks()}
+    assert set(found) == {"TRL", "Ray"}
+    assert (found["Ray"].adapter, found["Ray"].note) == ("fp8bridge.adapters.ray", "")
+    assert found["TRL"].note == "tested with trl >= 1.16, < 1.17 only"
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "fp8bridge.adapters.trl" in capsys.readouterr().out

@@ -52,7 +52,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("bridge", ""),
     ("fp8bridge", ""),
     # what stands on it
-    ("adapters.*", "torch torch.distributed megatron transformer_engine"),
+    ("adapters.*", "torch torch.distributed megatron transformer_engine ray verl deepspeed"),
     ("engine.*", "torch torch.distributed megatron safetensors rich yaml"),
     ("rollout.*", "torch numpy zmq starlette uvicorn transformers safetensors"),
     ("bench.*", "torch torch.distributed triton numpy zmq rich matplotlib"),
@@ -69,6 +69,8 @@ ONLY_IN_FUNCTIONS = {
     "sglang",
     "transformers",
     "ray",
+    "verl",
+    "deepspeed",
 }
 OPTIONAL = (
     *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
@@ -222,6 +224,8 @@ def _run(code: str) -> str:
         "fp8bridge.session",
         "fp8bridge.wire",
         "fp8bridge.adapters.megatron_layout",
+        "fp8bridge.adapters.frameworks",
+        "fp8bridge.adapters.areal_config",
         "fp8bridge.engine",
     ],
 )

@@ -107,12 +107,21 @@ def test_direct_dependencies_are_pinned_for_make():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = _names(line for line in lines if line and not line.startswith("#"))
     wanted = PROJECT["project"]["dependencies"]
-    for extra in ("dev", "engine", "megatron", "serve", "bench", "metrics"):
+    for extra in ("dev", "docs", "engine", "megatron", "serve", "bench", "metrics"):
         wanted = wanted + PROJECT["project"]["optional-dependencies"][extra]
     assert pinned == _names(wanted) - {"triton"} | {"megatron-core", "transformer-engine"}
 
 
 def test_no_machine_is_named_in_the_build_files():
-    for name in ("pyproject.toml", "constraints.txt", "Makefile", ".ci/run", "scripts/typecheck"):
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "Makefile",
+        "mkdocs.yml",
+        ".ci/run",
+        "scripts/typecheck",
+        "scripts/frameworks_env.sh",
+        "scripts/test_frameworks.sh",
+    ):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert not re.search(r"https?://|index-url|find-links|/(work|tmp|root|home)/", text), name

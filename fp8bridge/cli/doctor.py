@@ -38,6 +38,16 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
+class InstalledFramework:
+    """A training framework that is installed here. `note` is empty if the adapter was tested with its version."""
+
+    name: str
+    version: str
+    adapter: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCheck:
     """A rollout server's answer. `usable`: an update could be sent to it now."""
 
@@ -81,6 +91,7 @@ def doctor(
     gpu = device()
     offered = features(found, gpu)
     keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+    trainers = installed_frameworks()
     servers = [check_server(url, timeout_s=timeout_s, repair=repair, **keys) for url in server or ()]
     identities = _identities(server or (), identity, transport, keys)
     if as_json:
@@ -90,11 +101,12 @@ def doctor(
             "packages": found,
             "device": gpu,
             "features": [asdict(feature) for feature in offered],
+            "frameworks": [asdict(framework) for framework in trainers],
             "servers": [asdict(check) for check in servers],
         }
         print(json.dumps(facts, indent=1))
     else:
-        _print(found, gpu, offered, servers)
+        _print(found, gpu, offered, trainers, servers)
         for same in identities:
             read = f"{same['checked']} tensors read back" if same["checked"] else "its bytes cannot be read back"
             print(f"{same['url']}: identity update moves logprobs by {same['gap']:.3g} ({read})")
@@ -163,6 +175,18 @@ def features(found: dict[str, str | None], gpu: dict[str, Any]) -> list[Feature]
         "see all of it work (fp8bridge demo)": "; ".join(dict.fromkeys(filter(None, (megatron_fix, serve_fix)))),
     }
     return [Feature(name, not fix, fix) for name, fix in fixes.items()]
+
+
+def installed_frameworks() -> list[InstalledFramework]:
+    """Those of the frameworks with an adapter that are installed here."""
+    from ..adapters.frameworks import FRAMEWORKS, installed, untested
+
+    versions = [(entry, installed(entry)) for entry in FRAMEWORKS]
+    return [
+        InstalledFramework(entry.name, version, entry.adapter, untested(entry, version))
+        for entry, version in versions
+        if version is not None
+    ]
 
 
 def check_server(url: str, *, timeout_s: float, repair: bool = False, **keys: str | None) -> ServerCheck:
@@ -239,7 +263,11 @@ def _gpu_fix(found: dict[str, str | None], gpu: dict[str, Any]) -> str:
 
 
 def _print(
-    found: dict[str, str | None], gpu: dict[str, Any], offered: list[Feature], servers: list[ServerCheck]
+    found: dict[str, str | None],
+    gpu: dict[str, Any],
+    offered: list[Feature],
+    trainers: list[InstalledFramework],
+    servers: list[ServerCheck],
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -264,6 +292,12 @@ def _print(
             feature.name, "[green]works[/green]" if feature.works else "[yellow]no[/yellow]", escape(feature.fix)
         )
     console.print(table)
+
+    if trainers:
+        table = Table("framework", "version", "adapter", "note", box=SIMPLE_HEAD)
+        for framework in trainers:
+            table.add_row(framework.name, framework.version, framework.adapter, escape(framework.note))
+        console.print(table)
 
     for check in servers:
         mark = "[green]usable[/green]" if check.usable else "[red]not usable[/red]"

@@ -35,7 +35,7 @@ class SglangServer:
     """`facts`: its /server_info; `host`: address of this trainer that it can reach. Made by `open_server`.
 
     replay: load by the copies that the rehearsal saw, where they are the whole load. load_way: which way
-    the last load went.
+    the last load went. held: whoever made it pauses and resumes the server, so that no rehearsal does.
 
     Raises ServerMismatchError for what no update can be sent to: pipeline parallel servers and replicas
     behind one port (dp_size), whose ranks SGLang's own update groups do not cover.
@@ -49,6 +49,7 @@ class SglangServer:
         self.client = SglangClient(http)
         self._host = host
         self.replay = True
+        self.held = False
         self.load_way = "load_weights"
         self._manifest: Manifest | None = None
         self._timeout_s = timeout_s
@@ -120,7 +121,8 @@ class SglangServer:
         """SGLang takes a loader's call only inside a session, and not while requests run."""
         if not self.has_sessions:
             return call()
-        self.client.pause("retract")
+        if not self.held:
+            self.client.pause("retract")
         try:
             self._begin()
             try:
@@ -128,7 +130,7 @@ class SglangServer:
             finally:
                 self.client.end()
         finally:
-            if self._taken is None:
+            if self._taken is None and not self.held:
                 self.resume()
 
     def _begin(self) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fp8bridge.adapters.feed import connect_framework
+from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.cli.app import main
 from fp8bridge.cli.identity import identity_update
 from fp8bridge.errors import ServerMismatchError, ServerRefusedError
@@ -123,6 +125,22 @@ def test_two_servers_of_both_versions_at_once_and_each_group_is_kept(servers):
         bridge.update_weights(version=number + 1)
         assert [line._group for line in bridge._transport._lines.values()] == groups
         assert bridge.verify().keys() == {s.url for s in both}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_that_a_framework_holds_stays_paused(servers, transport):
+    """Through the rehearsal, the update and the reading of checksums: the framework alone resumes it."""
+    server, model = servers["0.5.23"], weights(6)
+    settings = {"transport": transport, "group_backend": "gloo", "bucket_nbytes": 200_000, "open_timeout_s": 15}
+    server.post("/pause_generation", {"mode": "abort"})
+    try:
+        with connect_framework(StateDictSource(model, FP8), [server.url], settings, held=True) as bridge:
+            assert server.paused()
+            bridge.update_weights(version=server.next_version())
+            assert bridge.verify()
+            assert server.paused()
+    finally:
+        server.post("/continue_generation", {"torch_empty_cache": False})
 
 
 # --- what SGLang would answer 200 to
