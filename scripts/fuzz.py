@@ -8,6 +8,7 @@ with an error and a file that has the input. Frames are counted as the code unde
 """
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import resource
@@ -99,7 +100,7 @@ def figures(tally):
     return {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "atheris": atheris.__version__ if hasattr(atheris, "__version__") else "",
+        "atheris": importlib.metadata.version("atheris"),
         "frames": tally.frames,
         "inputs": tally.inputs,
         "updates that came whole": tally.whole,
@@ -132,7 +133,7 @@ def main():
         if tally.frames >= asked.frames:
             finish(tally, asked.json)
 
-    limits = ["-max_len=8192", "-len_control=0", "-timeout=20", "-rss_limit_mb=4096", "-print_final_stats=0"]
+    limits = ["-max_len=8192", "-len_control=0", "-timeout=20", "-rss_limit_mb=4096", "-verbosity=0"]
     atheris.Setup([sys.argv[0], *limits, *([asked.corpus] if asked.corpus else [])], test)
     atheris.Fuzz()
 

@@ -327,18 +327,27 @@ def make_group(
 
 
 def abandon(group: Any, backend: str) -> None:
-    """Drop a group whose other ranks may never answer."""
+    """Drop a group whose other ranks may never answer. Its connections close; a server that waits in it is freed."""
+    if backend == "nccl":
+        group._get_backend(torch.device("cuda")).abort()
+    _forget(group)
+    # Destroying a gloo group waits for what is pending in it, which its own time limit ends.
+    threading.Thread(target=lambda _held: time.sleep(1), args=(group,), daemon=True).start()
+
+
+def _forget(group: Any) -> None:
+    """Take the group out of every table of torch's, which would keep it, and so its connections, for ever."""
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
-    _world = c10d._world
-    if backend == "nccl":
-        group._get_backend(torch.device("cuda")).abort()
+    world = c10d._world
+    for name in ("pg_group_ranks", "pg_map", "pg_names", "pg_backend_config", "pg_coalesce_state"):
+        getattr(world, name, {}).pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for each in {tag, ""} & set(world.tags_to_pg):
+        if group in world.tags_to_pg[each]:
+            world.tags_to_pg[each].remove(group)
     c10d._unregister_process_group(group.group_name)
-    for table in (_world.pg_group_ranks, _world.pg_map, _world.pg_names, _world.pg_backend_config, _world.pg_to_tag):
-        table.pop(group, None)
-    # Destroying a gloo group waits for what is pending in it, which its own time limit ends.
-    threading.Thread(target=lambda _held: time.sleep(1), args=(group,), daemon=True).start()
 
 
 def from_rank_0() -> Any:

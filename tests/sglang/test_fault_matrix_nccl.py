@@ -57,7 +57,7 @@ class SglangRig(Rig):
         self.line = HttpLine(self.bad.url)
         self.names = (self.good.url, self.line.url)
         settings = {"transport": "nccl", "group_backend": "gloo", "pause_mode": "abort", "senders": "first"}
-        limits = {"bucket_nbytes": 200_000, "rule": None, "open_timeout_s": 10, "request_timeout_s": 10}
+        limits = {"bucket_nbytes": 200_000, "rule": None, "open_timeout_s": 15, "request_timeout_s": 20}
         self.task = {"kind": "sglang", "settings": settings | limits | {"bucket_timeout_s": 4}}
 
     def connect(self, **options):
@@ -65,7 +65,7 @@ class SglangRig(Rig):
             def __init__(self, url):
                 self.url = url
 
-        limits = {"bucket_timeout_s": 4, "request_timeout_s": 10, "open_timeout_s": 10, "keep_last": 1}
+        limits = {"bucket_timeout_s": 4, "request_timeout_s": 20, "open_timeout_s": 15, "keep_last": 1}
         self.bridge = connect([At(url) for url in self.names], self.model, BF16, **limits | options)
         return self.bridge
 
