@@ -23,7 +23,7 @@ from ..protocols import PackedBucket, RolloutServer
 from ..receiver import Receiver
 from ..staging import bucket_checksums, unsigned
 from ..transport.loopback import LoopbackServer
-from ..transport.nccl import from_rank_0, make_group
+from ..transport.nccl import from_rank_0, make_group, reach_store
 
 
 class ScatterServer(LoopbackServer):
@@ -88,8 +88,9 @@ class GroupServer(ScatterServer):
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        store = reach_store(host, port, world_size, timeout_s=timeout_s)
         self._group = make_group(
-            host, port, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
+            store, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
         )
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 

@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,12 +151,12 @@ class _Line:
         self._forget_left(timeout_s)
         self._group_name = f"fp8bridge-{secrets.token_hex(4)}"
         host, backend, world = self._config.host, self._config.group_backend, 1 + self._server.tp_size
-        port = free_port(host)
+        store = open_store(host, world, timeout_s=timeout_s)
+        port = store.port
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fp8bridge-group")
         making = pool.submit(
             make_group,
-            host,
-            port,
+            store,
             world,
             self._group_name,
             backend,
@@ -287,9 +286,25 @@ class _Line:
         return None
 
 
+def open_store(host: str, world_size: int, *, timeout_s: float) -> Any:
+    """Where the ranks of a group meet: at `.port`, which the system chooses as it listens, so that none is taken."""
+    limit = timedelta(seconds=timeout_s)
+    torch_dist: Any = dist
+    try:
+        return torch_dist.TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+    except RuntimeError as err:
+        raise TransportError(f"cannot listen on {host}: {err}; is it an address of this host?") from err
+
+
+def reach_store(host: str, port: int, world_size: int, *, timeout_s: float) -> Any:
+    """The same, for every other rank."""
+    torch_dist: Any = dist
+    limit = timedelta(seconds=timeout_s)
+    return torch_dist.TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+
+
 def make_group(
-    host: str,
-    port: int,
+    store: Any,
     world_size: int,
     name: str,
     backend: str,
@@ -308,8 +323,6 @@ def make_group(
 
     c10d: Any = distributed_c10d
     limit = timedelta(seconds=timeout_s)
-    torch_dist: Any = dist
-    store = torch_dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     bound, default = None, c10d._world.default_pg
     if default is not None:
         # With a bound device torch would split the trainer's own communicator, and wait for its ranks.
@@ -363,14 +376,6 @@ def _check_environment() -> None:
             f"NCCL_CUMEM_ENABLE is {value!r} in the trainer; SGLang sets it to 0 in its servers, and a group with "
             "both hangs in its first broadcast. Start the trainer with NCCL_CUMEM_ENABLE=0"
         )
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listens on; the store takes it over at once."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.bind((host, 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def _error(future: Future[Any]) -> BridgeError | None:
