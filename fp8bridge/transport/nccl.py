@@ -47,6 +47,9 @@ class NcclTransport:
         self._config = config
         self._lines: dict[str, _Line] = {}
         self._live: set[str] = set()
+        sends = servers or (targets and config.senders == "all")
+        if config.group_backend == "nccl" and sends:
+            _check_environment()
         for server in servers:
             self.join(server)
         if not servers:
@@ -73,8 +76,6 @@ class NcclTransport:
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}
         self._live = set(tokens) & set(self._lines) if buckets else set()
-        if self._live and self._config.group_backend == "nccl":
-            _check_environment()
         for name in self._live:
             self._lines[name].open(tokens[name])
         return "nccl"
