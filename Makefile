@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test lint test-sglang test-gpu test-frameworks docs clean
+.PHONY: help demo demo-sglang test lint test-sglang test-vllm test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,10 @@ lint: $(INSTALLED)  ## install, then ruff and mypy
 test-sglang: $(INSTALLED)  ## real SGLang servers of two versions on the CPU (installs them the first time)
 	@for version in 0.5.23 0.5.17; do scripts/sglang_cpu/install.sh $$version .sglang/$$version || exit 1; done
 	$(BIN)/pytest -m sglang tests/sglang $(ARGS)
+
+test-vllm: $(INSTALLED)  ## real vLLM servers on the CPU (installs vLLM the first time)
+	@scripts/vllm_cpu/install.sh .vllm
+	$(BIN)/pytest -m vllm tests/vllm $(ARGS)
 
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh

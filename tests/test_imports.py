@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
         "torch torch.distributed numpy zmq",
     ),
     ("sglang.*", "torch numpy zmq msgpack"),
+    ("vllm.*", "torch vllm"),
     ("transport.ipc", "torch"),
     ("transport rollout_server", ""),
     ("session", ""),
@@ -70,6 +71,7 @@ ONLY_IN_FUNCTIONS = {
     "ray",
     "verl",
     "deepspeed",
+    "vllm",
 }
 OPTIONAL = (
     *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),
