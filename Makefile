@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test lint test-sglang test-faults fuzz soak test-gpu test-frameworks docs clean
+.PHONY: help demo demo-sglang test lint test-sglang test-faults fuzz soak test-vllm test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,10 @@ test-faults: $(INSTALLED)  ## every cell of the fault matrix (with SGLang's, whe
 fuzz: $(INSTALLED)  ## coverage-guided fuzzing of what peers can send, a million frames
 	@$(PIP_INSTALL) -e ".[fuzz]"
 	$(BIN)/python scripts/fuzz.py $(ARGS)
+
+test-vllm: $(INSTALLED)  ## real vLLM servers on the CPU (installs vLLM the first time)
+	@scripts/vllm_cpu/install.sh .vllm
+	$(BIN)/pytest -m vllm tests/vllm $(ARGS)
 
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh

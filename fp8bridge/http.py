@@ -39,6 +39,10 @@ class Http:
         pairs = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         return [float(pair[0]) for pair in pairs]
 
+    def one_connection_each(self) -> None:
+        """From now on, for a server that closes a connection on which it has answered with an error."""
+        self._client.headers["Connection"] = "close"
+
     def close(self) -> None:
         self._client.close()
 

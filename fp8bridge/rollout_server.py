@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .config import BridgeConfig
-from .errors import ConfigError, ServerMismatchError
+from .errors import ConfigError, ServerMismatchError, ServerRefusedError
 from .http import Http
 from .servers import HttpServer
 from .sglang.agent import LOADER
 from .sglang.pulling import PullingSglangServer
 from .sglang.server import SglangServer
+from .vllm.server import VllmServer
 
 
 def open_server(
@@ -18,20 +21,22 @@ def open_server(
     api_key: str | None = None,
     admin_api_key: str | None = None,
     config: BridgeConfig | None = None,
-) -> HttpServer | SglangServer:
-    """An embedded server or a stock SGLang one, by its /server_info. Raises ServerError."""
+) -> HttpServer | SglangServer | VllmServer:
+    """An embedded server, a stock SGLang one or a vLLM one, by its /server_info. Raises ServerError."""
     if config is not None and config.transport == "loopback":
         raise ConfigError(f"transport 'loopback' reaches objects in this process, not {url}; use transport='zmq'")
     keys = {"api_key": api_key, "admin_api_key": admin_api_key}
     http = Http(url, timeout_s=timeout_s, **keys)
     try:
-        facts = http.call("GET", "/server_info")
+        facts = _facts(http)
         if "fp8bridge" in facts:
             http.close()
             return HttpServer(url, timeout_s=timeout_s, **keys)
+        if "vllm_config" in facts:
+            return VllmServer(http)
         if "tp_size" not in facts:
             raise ServerMismatchError(
-                f"{http.name} is neither an SGLang server nor one of `fp8bridge serve` (by its /server_info)",
+                f"{http.name} is no SGLang or vLLM server, nor one of `fp8bridge serve` (by its /server_info)",
                 server=http.name,
             )
         config = config or BridgeConfig()
@@ -47,3 +52,14 @@ def open_server(
     except BaseException:
         http.close()
         raise
+
+
+def _facts(http: Http) -> dict[str, Any]:
+    try:
+        return http.call("GET", "/server_info")
+    except ServerRefusedError as err:
+        if err.status != 404:
+            raise
+        raise ServerMismatchError(
+            f"{http.name} has no /server_info; if it is vLLM, start it with VLLM_SERVER_DEV_MODE=1", server=http.name
+        ) from err

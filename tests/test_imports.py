@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, str], ...] = (
         "torch torch.distributed numpy zmq",
     ),
     ("sglang.*", "torch numpy zmq msgpack"),
+    ("vllm.*", "torch vllm"),
     ("transport.ipc", "torch"),
     ("transport.nccl", "torch torch.distributed"),
     ("transport rollout_server", ""),
@@ -71,6 +72,7 @@ ONLY_IN_FUNCTIONS = {
     "ray",
     "verl",
     "deepspeed",
+    "vllm",
 }
 OPTIONAL = (
     *("megatron", "transformer_engine", "sglang", "triton", "starlette", "uvicorn", "transformers"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..layout import ServerLayout
     from ..servers import HttpServer
     from ..sglang.server import SglangServer
+    from ..vllm.server import VllmServer
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 """Token ids that every vocabulary has."""
@@ -82,7 +83,7 @@ def verify(
 
 
 def _held(
-    server: HttpServer | SglangServer,
+    server: HttpServer | SglangServer | VllmServer,
     sums: dict[str, int],
     expected: dict[str, int],
     against: str,
@@ -101,7 +102,7 @@ def _held(
     return held
 
 
-def _layout(server: HttpServer | SglangServer) -> ServerLayout:
+def _layout(server: HttpServer | SglangServer | VllmServer) -> ServerLayout:
     from ..errors import ServerMismatchError
 
     layout = server.info().layout
