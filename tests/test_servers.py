@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from fp8bridge.cli.app import main
 from fp8bridge.errors import (
     ConfigError,
     ServerMismatchError,
@@ -57,6 +58,36 @@ def scripted():
     server = Scripted()
     yield server
     server.close()
+
+
+def test_verify_compares_what_stock_sglang_servers_say_of_themselves(capsys):
+    servers = [Scripted(), Scripted()]
+    for server, value in zip(servers, ("0a", "0b"), strict=True):
+        meta = {"input_token_logprobs": [[None, 3], [-1.0, 1]], "output_token_logprobs": [[-0.5, 4]]}
+        ranks = [{"checksums": {"model.norm.weight": "01", "lm_head.weight": value}}]
+        server.answers = {
+            "/server_info": (200, {"version": "0.5.23", "tp_size": 1, "model_path": "nowhere"}),
+            "/model_info": (200, {"weight_version": "3"}),
+            "/weights_checker": (200, {"success": True, "ranks": ranks}),
+            "/generate": (200, {"meta_info": meta}),
+        }
+    words = ["--servers", servers[0].url, "--servers", servers[1].url, "--replicas", "--json"]
+    with pytest.raises(SystemExit) as done:
+        main(["verify", *words])
+    assert done.value.code == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["problems"], first["tensors"]) == ([], 2)
+    assert second["problems"] == [f"1 of 2 tensors are not those of {servers[0].url}: lm_head.weight, rank 0"]
+    servers[1].answers["/weights_checker"] = servers[0].answers["/weights_checker"]
+    with pytest.raises(SystemExit) as done:
+        main(["verify", *words])
+    assert not done.value.code
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main(["verify", "--servers", servers[0].url, "--replicas"])
+    assert done.value.code == 2
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

@@ -236,6 +236,15 @@ class SglangServer:
             server=self.name,
         )
 
+    def replica_checksums(self) -> dict[str, str]:
+        """SGLang's own hash of each parameter of each TP rank, dequantized: equal on servers that hold the same, and
+        comparable with nothing else. Needs no loader of ours, and a GPU on the server."""
+        ranks = self.client.checker("checksum").get("ranks") or []
+        found = {f"{name}, rank {i}": str(v) for i, r in enumerate(ranks) for name, v in r["checksums"].items()}
+        if not found:
+            raise ServerMismatchError(f"{self.name} told no checksums of its parameters", server=self.name)
+        return found
+
     def _load_call(self, phase: str, data: dict[str, Any]) -> list[Report]:
         return self.loader.call(phase, data, timeout_s=self._timeout_s)
 
