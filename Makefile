@@ -38,11 +38,14 @@ fuzz: $(INSTALLED)  ## coverage-guided fuzzing of what peers can send, a million
 	@$(PIP_INSTALL) -e ".[fuzz]"
 	$(BIN)/python scripts/fuzz.py $(ARGS)
 
+soak: $(INSTALLED)  ## 500 updates while servers are killed and restarted; soak/soak.json and soak/soak.png
+	$(BIN)/python benchmarks/soak.py --out soak $(ARGS)
+
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
 
 clean:  ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) soak build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # megatron-core goes in by itself: its metadata says Python >= 3.12, its wheels work on 3.11.
