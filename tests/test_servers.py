@@ -10,6 +10,7 @@ import pytest
 from fp8bridge.cli.app import main
 from fp8bridge.errors import (
     ConfigError,
+    ServerError,
     ServerMismatchError,
     ServerRefusedError,
     ServerTimeoutError,
@@ -140,7 +141,7 @@ def test_a_stopped_server_is_unreachable(scripted, client):
 
 def test_the_calls_speak_sglangs_fields(scripted, client):
     for path in ("/pause_generation", "/begin_weight_update", "/end_weight_update", "/continue_generation"):
-        scripted.answers[path] = (200, {"success": True})
+        scripted.answers[path] = (200, {"success": True, "weight_version": "7"})
     client.pause("retract", lease_s=3.0)
     client.begin("token", "hash", lease_s=3.0)
     client.commit("token", "7")
@@ -153,6 +154,17 @@ def test_the_calls_speak_sglangs_fields(scripted, client):
         {"torch_empty_cache": False},
     ]
     assert {auth for _, auth, _ in scripted.seen} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("said", [{"weight_version": "8"}, {}, "not JSON"])
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_commit_under_another_name_is_an_error_and_the_name_is_taken_back(scripted, client, said, status):
+    """Also where the server does not even answer that."""
+    scripted.answers["/end_weight_update"] = (200, said)
+    scripted.answers["/update_weight_version"] = (status, {"success": status == 200})
+    with pytest.raises(ServerError, match=r"was told to commit version 7 and says (None|'8')"):
+        client.commit("token", "7")
+    assert json.loads(scripted.seen[-1][2]) == {"new_version": "unknown", "abort_all_requests": False}
 
 
 def test_a_server_without_our_receiver_is_refused_with_what_to_do(scripted, client):
