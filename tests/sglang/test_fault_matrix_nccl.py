@@ -52,8 +52,14 @@ class SglangRig(Rig):
         model = model_folder(folder / "model", BF16)
         self.good, self.bad = (SglangProcess(VERSION, model, "--load-format", "dummy") for _ in range(2))
         self.trainers = Trainers()
-        for server in (self.good, self.bad):
-            server.wait_ready()
+        try:
+            for server in (self.good, self.bad):
+                server.wait_ready(timeout_s=350)
+        except BaseException:
+            self.good.close()
+            self.bad.close()
+            self.trainers.close()
+            raise
         self.line = HttpLine(self.bad.url)
         self.names = (self.good.url, self.line.url)
         settings = {"transport": "nccl", "group_backend": "gloo", "pause_mode": "abort", "senders": "first"}
