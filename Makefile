@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test lint test-sglang test-vllm test-gpu test-frameworks docs clean
+.PHONY: help demo demo-sglang test lint test-sglang test-vllm test-faults fuzz soak test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,7 +29,14 @@ lint: $(INSTALLED)  ## install, then ruff and mypy
 
 test-sglang: $(INSTALLED)  ## real SGLang servers of two versions on the CPU (installs them the first time)
 	@for version in 0.5.23 0.5.17; do scripts/sglang_cpu/install.sh $$version .sglang/$$version || exit 1; done
-	$(BIN)/pytest -m sglang tests/sglang $(ARGS)
+	$(BIN)/pytest -m "sglang and not faults" tests/sglang $(ARGS)
+
+test-faults: $(INSTALLED)  ## every cell of the fault matrix (with SGLang's, where `make test-sglang` has installed it)
+	$(BIN)/pytest -m "" tests/test_fault_matrix.py tests/sglang/test_fault_matrix_nccl.py $(ARGS)
+
+fuzz: $(INSTALLED)  ## coverage-guided fuzzing of what peers can send, a million frames
+	@$(PIP_INSTALL) -e ".[fuzz]"
+	$(BIN)/python scripts/fuzz.py $(ARGS)
 
 test-vllm: $(INSTALLED)  ## real vLLM servers on the CPU (installs vLLM the first time)
 	@scripts/vllm_cpu/install.sh .vllm

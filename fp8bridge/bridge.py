@@ -17,7 +17,7 @@ from .layout import ServerLayout
 from .nvtx import ranges
 from .planning import agree_on_plan
 from .preflight import resolve_layout
-from .protocols import RolloutServer
+from .protocols import RolloutServer, Target
 from .ranks import Ranks, SingleRank, agree, connect_ranks
 from .report import ServerReport, Stopwatch, SyncReport
 from .reporting import compare, decoded, encoded, facts_of, measured, states, sync_report
@@ -173,7 +173,10 @@ class Bridge:
         """
         with self._alone():
             name = server.rstrip("/") if isinstance(server, str) else server.name
-            self._states = decoded(agree(self._ranks, lambda: self._admit(name, server))[0])
+            admitted = agree(self._ranks, lambda: self._admit(name, server))[0]
+            if self._ranks.rank != 0:
+                self._transport.meet(Target(*admitted["target"]))
+            self._states = decoded(admitted["states"])
             if self._current is None or self._current not in self._snapshots.versions:
                 return
             watch, version = Stopwatch(ranges()), self._current
@@ -197,7 +200,7 @@ class Bridge:
             self._set.add(member)
             opened.pop_all()
         self._set.move(member, "catching_up")
-        return encoded(states(self._set))
+        return {"states": encoded(states(self._set)), "target": Target.of(member.server).encoded()}
 
     def close(self) -> None:
         """Release sockets and groups of this process. The servers keep their weights. Idempotent.
@@ -229,7 +232,8 @@ class Bridge:
     def _connect(self, servers: Sequence[str | RolloutServer]) -> None:
         agree(self._ranks, lambda: self._make_servers(servers))
         members = [m.server for m in self._set.members.values()] if self._set else []
-        self._transport = open_transport(self.config, members)
+        targets = agree(self._ranks, lambda: [Target.of(server).encoded() for server in members])[0]
+        self._transport = open_transport(self.config, members, [Target(*t) for t in targets])
         self._held.callback(self._transport.release)
         if not self._transport.multi_sender and self._ranks.size > 1 and self.config.senders != "first":
             raise ConfigError(
@@ -249,7 +253,11 @@ class Bridge:
     def _server(self, server: str | RolloutServer) -> RolloutServer:
         if isinstance(server, str):
             return open_server(
-                server, timeout_s=self.config.request_timeout_s, api_key=self.config.api_key, config=self.config
+                server,
+                timeout_s=self.config.request_timeout_s,
+                api_key=self.config.api_key,
+                admin_api_key=self.config.admin_api_key,
+                config=self.config,
             )
         return server
 
@@ -331,8 +339,10 @@ class Bridge:
             if update is not None:
                 update.rollback(reason)
                 self._states = states(self._set)
-            if isinstance(err, CommitError):
-                self._last_version = max(version, self._last_version or 0)  # some server has it; it is used up
+            if isinstance(err, CommitError) or (update is not None and update.committed):
+                # Some server has it: the number is used up, and no version is everywhere.
+                self._last_version = max(version, self._last_version or 0)
+                self._current = None
             raise
         self._sender.close()
         self._snapshots.commit()
@@ -352,8 +362,12 @@ class Bridge:
 
     def _check(self, version: int) -> None:
         """Before any server hears of the update: versions agree and grow, every value is finite."""
-        check_version(version, self._last_version, self._reported)
-        versions = agree(self._ranks, lambda: version)
+
+        def checked() -> int:
+            check_version(version, self._last_version, self._reported)
+            return version
+
+        versions = agree(self._ranks, checked)
         if len(set(versions)) > 1:
             raise ConfigError(f"the ranks were given different versions: {versions}")
         agree(self._ranks, self._gather.check)

@@ -71,6 +71,9 @@ class BridgeConfig:
     api_key: str | None = field(default=None, repr=False)
     """Sent to servers as `Authorization: Bearer`."""
 
+    admin_api_key: str | None = field(default=None, repr=False)
+    """Sent instead with everything that changes a server, where it asks for an admin key."""
+
     request_timeout_s: float = 60.0
     """Longest wait for one control request (pause, begin, commit, ...)."""
 

@@ -9,18 +9,23 @@ import httpx
 
 from .errors import ConfigError, ServerRefusedError, ServerTimeoutError, ServerUnreachableError
 
+_USER_PATHS = ("/generate", "/server_info", "/model_info")
+"""What an API key opens; the rest of what is asked here changes a server, and wants its admin key if it has one."""
+
 
 class Http:
     """One server's HTTP side. Thread-safe. `url`: scheme, host and port, as in http://rollout-0:30000."""
 
-    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not a server address; give http://host:port")
         self.name = url.rstrip("/")
         self._timeout_s = timeout_s
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=self.name, headers=headers, timeout=timeout_s, trust_env=False)
+        self._headers = {False: _bearer(api_key), True: _bearer(admin_api_key or api_key)}
+        self._client = httpx.Client(base_url=self.name, timeout=timeout_s, trust_env=False)
 
     def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
         """Log-probabilities of the prompt's tokens but the first, then of `count` greedy ones, by /generate."""
@@ -48,7 +53,8 @@ class Http:
         limit = self._timeout_s if timeout_s == -1.0 else timeout_s
         timeout = httpx.Timeout(limit, connect=self._timeout_s)
         try:
-            response = self._client.request(method, path, json=body, timeout=timeout)
+            headers = self._headers[path not in _USER_PATHS]
+            response = self._client.request(method, path, json=body, headers=headers, timeout=timeout)
         except httpx.TimeoutException as err:
             raise ServerTimeoutError(
                 f"{self.name} did not answer {path} in {limit or self._timeout_s:g} s; is it overloaded or stopped?",
@@ -74,6 +80,10 @@ class Http:
                 server=self.name,
             )
         return answer if isinstance(answer, dict) else {}
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _words(answer: Any) -> str:

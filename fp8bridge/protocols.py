@@ -39,6 +39,22 @@ class Matrices:
     make: Callable[[], list[torch.Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What ranks other than 0 know of a server. tp_size: ranks of it that take part in a group."""
+
+    name: str
+    tp_size: int
+
+    @classmethod
+    def of(cls, server: RolloutServer) -> Target:
+        return cls(server.name, int(getattr(server, "tp_size", 1)))
+
+    def encoded(self) -> list[Any]:
+        """As `agree` carries it: Target(*encoded)."""
+        return [self.name, self.tp_size]
+
+
 class Transport(Protocol):
     """Moves packed buckets from one sending rank to all servers of an update.
 
@@ -50,11 +66,18 @@ class Transport(Protocol):
     multi_sender: bool
     """False: only rank 0 may own buckets."""
 
+    all_connect: bool
+    """True: every rank calls `connect`; False: rank 0 alone."""
+
     failures: dict[str, BridgeError]
     """Server name -> what went wrong, since `open`."""
 
     def join(self, server: RolloutServer) -> None:
         """Between updates, on rank 0: this server is new in the set, or back after it was lost."""
+        ...
+
+    def meet(self, target: Target) -> None:
+        """The same on every other rank."""
         ...
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:

@@ -10,13 +10,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import zmq
 
 from .errors import BridgeError, TransportError, WireError
 from .keys import split_key
+from .plan import Bucket
 from .staging import StagedWeights
-from .wire import MAX_HEADER_NBYTES, Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from .wire import (
+    FRAME_NBYTES,
+    Ack,
+    BucketHeader,
+    Hello,
+    Message,
+    Ping,
+    Refuse,
+    Welcome,
+    decode,
+    encode,
+    max_header_nbytes,
+)
 
 CREDITS = 2
 """Buckets a sender may have in flight to this server: one arriving, one being checked."""
@@ -30,8 +44,8 @@ class Receiver:
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
     on_alive: called whenever a sender is heard, for leases.
-    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: the
-        memory of its message.
+    memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: new
+        memory for each, of which its tensors are views.
     trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
     """
 
@@ -61,6 +75,7 @@ class Receiver:
         this server reached all the others. Raises TransportError (silence for `timeout_s`, a sender
         that gave up), WireError and ChecksumError; the senders are told why before it raises.
         """
+        self._header_nbytes = max_header_nbytes(self._weights.longest_list)
         context = zmq.Context()
         sockets: list[zmq.Socket[bytes]] = []
         try:
@@ -89,8 +104,9 @@ class Receiver:
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEADER_NBYTES, self._weights.largest_bucket_nbytes))
-        socket.setsockopt(zmq.RCVHWM, 2 * CREDITS + 4)
+        frames = 1 + -(-self._weights.largest_bucket_nbytes // FRAME_NBYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._header_nbytes, FRAME_NBYTES))
+        socket.setsockopt(zmq.RCVHWM, CREDITS * (frames + 1) + 4)
         try:
             address, key = split_key(endpoint)
             if self._trainer_key is not None and key != self._trainer_key:
@@ -118,7 +134,7 @@ class Receiver:
                     f"{self._name} got no answer from sender {endpoint} in {timeout_s:g} s; can this host reach it "
                     "(and has it that CURVE key, if any)?"
                 )
-        answer = decode(socket.recv())
+        answer = decode(socket.recv(), self._header_nbytes)
         if isinstance(answer, Refuse):
             raise TransportError(f"sender {endpoint} refused {self._name}: {answer.message}")
         if not isinstance(answer, Welcome):
@@ -155,7 +171,7 @@ class Receiver:
         return nbytes
 
     def _receive_one(self, socket: zmq.Socket[bytes], expected: list[int]) -> int:
-        message: Message = decode(socket.recv())
+        message: Message = decode(socket.recv(), self._header_nbytes)
         if isinstance(message, Ping):
             return 0
         if isinstance(message, Refuse):
@@ -167,11 +183,7 @@ class Receiver:
         bucket = self._weights.bucket(message.index)
         if message.nbytes != bucket.nbytes:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
-        if not socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} came without its payload", bucket=bucket.index)
-        payload = self._receive_payload(socket, bucket.index, bucket.nbytes)
-        if len(payload) != bucket.nbytes or socket.getsockopt(zmq.RCVMORE):
-            raise WireError(f"bucket {bucket.index} has a payload of {len(payload)} bytes, not {bucket.nbytes}")
+        payload = self._receive_payload(socket, bucket)
         start = time.perf_counter()
         self._weights.stage(bucket.index, _tensor(payload), message.checksums)
         self.load_s += time.perf_counter() - start
@@ -179,16 +191,26 @@ class Receiver:
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes
 
-    def _receive_payload(self, socket: zmq.Socket[bytes], index: int, nbytes: int) -> memoryview:
-        if self._memory is None:
-            # The message's own memory becomes the tensors: a copy would cost as much again as receiving it.
-            return socket.recv(copy=False).buffer
-        memory = self._memory(index, nbytes)
-        return memoryview(memory.data)[: socket.recv_into(memory.data)]
+    def _receive_payload(self, socket: zmq.Socket[bytes], bucket: Bucket) -> memoryview:
+        """All frames of the message, one behind the other, in memory that nobody else has."""
+        take = self._memory or _new_memory
+        view, at = memoryview(take(bucket.index, bucket.nbytes))[: bucket.nbytes], 0
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(copy=False).buffer
+            if len(frame) <= bucket.nbytes - at:
+                view[at : at + len(frame)] = frame
+            at += len(frame)
+        if at != bucket.nbytes:
+            raise WireError(f"bucket {bucket.index} has a payload of {at} bytes, not {bucket.nbytes}")
+        return view
 
     def _check_stop(self) -> None:
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
+
+
+def _new_memory(index: int, nbytes: int) -> Any:
+    return np.empty(nbytes, np.uint8)
 
 
 def _tensor(payload: memoryview) -> torch.Tensor:

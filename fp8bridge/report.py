@@ -80,6 +80,8 @@ class ServerReport:
     version: int | None
     reason: str
     seconds: dict[str, float] = field(default_factory=dict)
+    load_way: str = ""
+    """How it loaded the last version, where it tells: `replay` (copies) or `load_weights` (the model's own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import VerifyError
 from .plan import Plan
 from .report import PlanFacts, ServerReport, Spread, Stopwatch, SyncReport
-from .session import ServerSet
+from .session import Member, ServerSet
 
 
 def facts_of(plan: Plan, plan_s: float) -> PlanFacts:
@@ -56,7 +56,12 @@ def sync_report(
 
 def states(servers: ServerSet | None) -> dict[str, ServerReport]:
     members = servers.members.values() if servers else ()
-    return {m.name: ServerReport(m.state, m.version, m.reason, dict(m.seconds)) for m in members}
+    return {m.name: ServerReport(m.state, m.version, m.reason, dict(m.seconds), _load_way(m)) for m in members}
+
+
+def _load_way(member: Member) -> str:
+    way = getattr(member.server, "load_way", "")
+    return way if member.version is not None and isinstance(way, str) else ""
 
 
 def encoded(reports: dict[str, ServerReport]) -> dict[str, Any]:

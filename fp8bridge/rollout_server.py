@@ -15,17 +15,23 @@ from .vllm.server import VllmServer
 
 
 def open_server(
-    url: str, *, timeout_s: float, api_key: str | None = None, config: BridgeConfig | None = None
+    url: str,
+    *,
+    timeout_s: float,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    config: BridgeConfig | None = None,
 ) -> HttpServer | SglangServer | VllmServer:
     """An embedded server, a stock SGLang one or a vLLM one, by its /server_info. Raises ServerError."""
     if config is not None and config.transport == "loopback":
         raise ConfigError(f"transport 'loopback' reaches objects in this process, not {url}; use transport='zmq'")
-    http = Http(url, timeout_s=timeout_s, api_key=api_key)
+    keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+    http = Http(url, timeout_s=timeout_s, **keys)
     try:
         facts = _facts(http)
         if "fp8bridge" in facts:
             http.close()
-            return HttpServer(url, timeout_s=timeout_s, api_key=api_key)
+            return HttpServer(url, timeout_s=timeout_s, **keys)
         if "vllm_config" in facts:
             return VllmServer(http)
         if "tp_size" not in facts:

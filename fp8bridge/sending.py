@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .config import BridgeConfig
@@ -64,15 +64,22 @@ class Sender:
             addresses = agree(self._ranks, lambda: self._transport.open(tokens, manifest, mine))
             used = [addresses[0], *(addresses[o] for o in self._plan.owners if o != 0)]
 
-            def connect() -> list[str]:
+            def connect() -> dict[str, Any]:
+                if update is not None:
+                    update.receive(used)
+                if update is not None or self._transport.all_connect:
+                    gone = update.gone if update is not None else lambda name: None
+                    self._transport.connect(timeout_s=self._config.open_timeout_s, gone=gone)
+                return {name: err.to_dict() for name, err in self._transport.failures.items()}
+
+            def settle() -> list[str]:
                 if update is None:
                     return []
-                update.receive(used)
-                self._transport.connect(timeout_s=self._config.open_timeout_s, gone=update.gone)
-                update.fail(dict(self._transport.failures))
+                update.fail(failures)
                 return [m.name for m in update.updating]
 
-            live = agree(self._ranks, connect)[0]
+            failures = self._lost(agree(self._ranks, connect))
+            live = agree(self._ranks, settle)[0]
             self._transport.drop([n for n in tokens if n not in live], "it did not connect to every sender")
 
     def send(self, version: int, watch: Stopwatch, on_progress: Progress | None) -> None:
@@ -89,9 +96,12 @@ class Sender:
         self._transport.close(reason)
 
     def _share(self, work: Callable[[], dict[str, Any]]) -> None:
-        self.failures = {}
-        for part in agree(self._ranks, work):
-            self.failures |= {name: error_from_dict(data) for name, data in part.items()}
+        self.failures = self._lost(agree(self._ranks, work))
+
+    @staticmethod
+    def _lost(parts: Sequence[dict[str, Any]]) -> dict[str, BridgeError]:
+        """What each rank reports of servers, as errors by server."""
+        return {name: error_from_dict(data) for part in parts for name, data in part.items()}
 
     def sent_checksums(self) -> dict[str, int]:
         """Wire name -> checksum (uint64) of what this rank sent last."""

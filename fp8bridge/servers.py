@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import LayoutError, ServerMismatchError, ServerRefusedError
+from .errors import LayoutError, ServerError, ServerMismatchError, ServerRefusedError
 from .http import Http
 from .layout import ServerLayout
 from .plan import Manifest
@@ -14,12 +14,17 @@ from .protocols import ServerInfo
 _RELEASE_TIMEOUT_S = 10.0
 """For calls that undo an update: a stalled server must not hold up the others for long."""
 
+UNKNOWN_VERSION = "unknown"
+"""What a server claims whose version is in doubt."""
+
 
 class HttpServer:
     """See `protocols.RolloutServer`. `url`: scheme, host and port, as in http://rollout-0:30000."""
 
-    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
-        self._http = Http(url, timeout_s=timeout_s, api_key=api_key)
+    def __init__(
+        self, url: str, *, timeout_s: float, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
+        self._http = Http(url, timeout_s=timeout_s, api_key=api_key, admin_api_key=admin_api_key)
         self.name = self._http.name
         self._timeout_s = timeout_s
 
@@ -74,6 +79,16 @@ class HttpServer:
 
     def commit(self, token: str, version: str) -> float | None:
         answer = self._http.call("POST", "/end_weight_update", {"session": token, "weight_version": version})
+        if answer.get("weight_version") != version:
+            # What it holds was acknowledged, but not under which name: it must not go by a wrong one.
+            self._http.call(
+                "POST", "/update_weight_version", {"new_version": UNKNOWN_VERSION, "abort_all_requests": False}
+            )
+            raise ServerError(
+                f"{self.name} was told to commit version {version} and says {answer.get('weight_version')!r}; it is "
+                f"called {UNKNOWN_VERSION!r} until it gets a version again",
+                server=self.name,
+            )
         load_s = answer.get("load_s")
         return float(load_s) if isinstance(load_s, int | float) else None
 

@@ -108,6 +108,11 @@ class ServerSet:
     def each(self, members: Sequence[Member], call: Callable[[Member], T]) -> dict[str, T | BridgeError]:
         """`call` for every member at once; its value, or the BridgeError it raised."""
         futures = {m.name: self._pool.submit(call, m) for m in members}
+        try:
+            wait(futures.values())
+        finally:
+            # Also after an interrupt: what follows must not meet a call of this round that is still under way.
+            wait(futures.values())
         answers: dict[str, T | BridgeError] = {}
         for name, future in futures.items():
             answer = _outcome(future)
@@ -179,6 +184,8 @@ class Update:
     ) -> None:
         self.version = version
         self.paused_s = 0.0
+        self.committed: list[str] = []
+        """Servers that hold the version."""
         self._servers = servers
         self._manifest = manifest
         self._config = config
@@ -271,25 +278,43 @@ class Update:
         Returns the names that hold it. Raises CommitError if they are fewer than `min_healthy`.
         """
         members = self.updating
-        errors: dict[str, BridgeError] = {}
-        for name, answer in self._servers.each(members, self._commit_one).items():
-            member = self._servers.members[name]
-            if isinstance(answer, BridgeError):
-                errors[name] = answer
-                self._servers.fence(member, answer)
-                member.releasing = self._servers.submit(member, self._release)
-            else:
-                member.version = self.version
-                self._servers.move(member, "healthy")
-        self.paused_s = time.perf_counter() - self._paused_at
-        committed = [m.name for m in members if m.name not in errors]
-        if len(committed) < self._least:
+        answers: dict[str, BridgeError | None] = {}
+
+        def commit(member: Member) -> None:
+            try:
+                self._commit_one(member)
+                answers[member.name] = None
+            except BridgeError as err:
+                answers[member.name] = err
+
+        try:
+            self._servers.each(members, commit)
+        finally:
+            # Also after an interrupt: a server that was told to commit has done so or is fenced.
+            errors = self._settle_commit(members, answers)
+        if len(self.committed) < self._least:
             raise CommitError(
-                f"version {self.version} is on {len(committed)} servers, {self._least} were asked for; "
+                f"version {self.version} is on {len(self.committed)} servers, {self._least} were asked for; "
                 f"fenced: {'; '.join(str(e) for e in errors.values())}",
                 version=self.version,
             )
-        return committed
+        return self.committed
+
+    def _settle_commit(self, members: list[Member], answers: dict[str, BridgeError | None]) -> dict[str, BridgeError]:
+        errors: dict[str, BridgeError] = {}
+        for member in members:
+            lost = ServerError(f"the commit of {member.name} was not heard out", server=member.name)
+            answer = answers.get(member.name, lost)
+            if answer is None:
+                member.version = self.version
+                self.committed.append(member.name)
+                self._servers.move(member, "healthy")
+            else:
+                errors[member.name] = answer
+                self._servers.fence(member, answer)
+                member.releasing = self._servers.submit(member, self._release)
+        self.paused_s = time.perf_counter() - self._paused_at
+        return errors
 
     def rollback(self, reason: str) -> None:
         """Give up: every server drops what arrived and generates with its old version again.

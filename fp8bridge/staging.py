@@ -107,6 +107,12 @@ class StagedWeights:
         return max((b.nbytes for b in self._manifest.buckets), default=0) if self._manifest else 0
 
     @property
+    def longest_list(self) -> int:
+        """Of the buckets of the running update, and of the entries of each."""
+        buckets = self._manifest.buckets if self._manifest else ()
+        return max((len(buckets), *(len(b.entries) for b in buckets)))
+
+    @property
     def missing(self) -> list[int]:
         """Buckets of the running update that have not arrived."""
         if self._manifest is None:

@@ -1,7 +1,7 @@
 """Messages between a sending trainer rank and a receiving server: typed, bounded, no pickle.
 
 A message is one msgpack map (`kind`, `protocol` and the fields of one dataclass below); a Bucket is
-followed by one frame of raw payload. The receiver connects, so the order is:
+followed by frames of raw payload. The receiver connects, so the order is:
 
     receiver                      sender
     Hello          ──────────►
@@ -21,8 +21,15 @@ import msgpack
 from .errors import WireError
 
 PROTOCOL = 1
+FRAME_NBYTES = 4 << 20
+"""Largest frame of payload. Smaller than a bucket, so that the receiver copies one frame while the next ones are on
+their way, into memory that its allocator has at hand: twice the speed of one frame a bucket."""
 MAX_HEADER_NBYTES = 64 << 20
-"""Checksums of the largest bucket are 8 bytes a tensor; a header beyond this is refused unread."""
+"""Of any message: one beyond this is refused unread. Who knows the plan allows less (`max_header_nbytes`)."""
+_WORDS_NBYTES = 1 << 16
+"""Names, secrets, and a reason for people."""
+_FIELDS = 8
+"""More than any message has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class BucketHeader:
-    """One bucket; the payload is the next frame. `checksums`: a little-endian uint64 for each entry of the
-    manifest's bucket, in order."""
+    """One bucket; all further frames of the message are its payload. `checksums`: a little-endian uint64 for each
+    entry of the manifest's bucket, in order."""
 
     index: int
     nbytes: int
@@ -83,12 +90,20 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def decode(frame: bytes) -> Message:
-    """Parse one header frame; WireError for anything that is not exactly one known message."""
-    if len(frame) > MAX_HEADER_NBYTES:
-        raise WireError(f"a header of {len(frame)} bytes; at most {MAX_HEADER_NBYTES} are read")
+def max_header_nbytes(longest: int) -> int:
+    """The longest message about lists of at most `longest` (of buckets, or of a bucket's entries)."""
+    return min(_WORDS_NBYTES + 9 * longest, MAX_HEADER_NBYTES)
+
+
+def decode(frame: bytes, max_nbytes: int = MAX_HEADER_NBYTES) -> Message:
+    """Parse one header frame; WireError for anything that is not exactly one known message.
+
+    Parsed values may take some seventy times the frame (empty maps do), so `max_nbytes` bounds the memory.
+    """
+    if len(frame) > max_nbytes:
+        raise WireError(f"a header of {len(frame)} bytes; at most {max_nbytes} are read")
     try:
-        data = msgpack.unpackb(frame, strict_map_key=True)
+        data = msgpack.unpackb(frame, strict_map_key=True, max_map_len=_FIELDS)
     except (ValueError, TypeError, msgpack.UnpackException) as err:
         raise WireError(f"a frame of {len(frame)} bytes that is not msgpack") from err
     if not isinstance(data, dict) or "kind" not in data:

@@ -171,7 +171,7 @@ def test_report_has_stages_bytes_and_servers_and_is_json():
     assert set(data["stages"]) == {"check", "begin", "open", "gather", "pack", "wire", "commit"}
     assert all(s["min"] <= s["median"] <= s["max"] for s in data["stages"].values())
     seconds = data["servers"]["a"].pop("seconds")
-    assert data["servers"]["a"] == {"state": "healthy", "version": 1, "reason": ""}
+    assert data["servers"]["a"] == {"state": "healthy", "version": 1, "reason": "", "load_way": ""}
     assert set(seconds) == set(data["server_stages"]) == {"load", "commit", "paused"}
     assert 0 < seconds["load"] < seconds["paused"] <= data["paused_s"] < data["seconds"]
     assert data["nbytes_sent"] == 2 * data["nbytes"]

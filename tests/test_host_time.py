@@ -24,7 +24,7 @@ from .support import FP8_CONFIG, FP8_LAYOUT
 class NoServer:
     """Answers at once and holds nothing."""
 
-    name = "nowhere"
+    name, tp_size = "nowhere", 1
 
     def info(self):
         return ServerInfo("none", FP8_LAYOUT, None, None, True)
@@ -35,6 +35,7 @@ class NoServer:
 
 class NoTransport:
     multi_sender = True
+    all_connect = False
 
     def __init__(self):
         self.failures = {}
@@ -68,7 +69,7 @@ class NoLaunch:
 def bridge_of(monkeypatch):
     """A bridge for `model` whose kernels and servers do nothing."""
     monkeypatch.setattr(checks, "uses_triton", lambda device: True)
-    monkeypatch.setattr("fp8bridge.bridge.open_transport", lambda config, servers: NoTransport())
+    monkeypatch.setattr("fp8bridge.bridge.open_transport", lambda *_: NoTransport())
     for table, size in ((PackTable, lambda t: len(t.items)), (ChecksumTable, lambda t: len(t.spans))):
         monkeypatch.setattr(table, "device_table", property(lambda self, size=size: NoLaunch(size(self))))
     NoLaunch.uploads = 0

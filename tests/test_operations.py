@@ -17,7 +17,10 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
+import fp8bridge
 from fp8bridge import rollout
+from fp8bridge.adapters.state_dict import StateDictSource
+from fp8bridge.errors import ServerError
 from fp8bridge.routing import SglangRouter, WebHook
 
 from .rollout.rig import FP8_QWEN3, Client
@@ -224,6 +227,21 @@ def test_doctor_repairs_what_a_dead_trainer_left(pair, run):  # noqa: F811
     left.generate()
     with connect(pair, plain_weights(1)) as bridge:
         bridge.update_weights(version=next_version(pair))
+
+
+def test_an_admin_key_is_sent_with_what_changes_a_server_and_the_other_with_the_rest(run):  # noqa: F811
+    with rollout.launch(FP8_QWEN3, api_key="user", admin_api_key="admin") as server:
+        model = plain_weights(1)
+        for keys in ({"api_key": "user"}, {"admin_api_key": "admin"}):
+            with pytest.raises(ServerError, match="401|Unauthorized"):
+                fp8bridge.connect(StateDictSource(model, FP8_QWEN3), [server.url], **keys)
+        both = {"api_key": "user", "admin_api_key": "admin"}
+        with fp8bridge.connect(StateDictSource(model, FP8_QWEN3), [server.url], **both) as bridge:
+            bridge.update_weights(version=1)
+            assert bridge.verify().keys() == {server.url}
+        words = [f"--{name.replace('_', '-')}={key}" for name, key in both.items()]
+        code, out, _ = run("doctor", "--server", server.url, *words, "--repair", "--json")
+        assert (code, json.loads(out)["servers"][0]["weight_version"]) == (0, "1")
 
 
 TRAINER = """

@@ -107,7 +107,7 @@ def test_direct_dependencies_are_pinned_for_make():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = _names(line for line in lines if line and not line.startswith("#"))
     wanted = PROJECT["project"]["dependencies"]
-    for extra in ("dev", "docs", "engine", "megatron", "serve", "bench", "metrics"):
+    for extra in ("dev", "docs", "fuzz", "engine", "megatron", "serve", "bench", "metrics"):
         wanted = wanted + PROJECT["project"]["optional-dependencies"][extra]
     assert pinned == _names(wanted) - {"triton"} | {"megatron-core", "transformer-engine"}
 

@@ -39,6 +39,7 @@ CONFIG_FIELDS = [
     "curve_key_file",
     "allow_plaintext",
     "api_key",
+    "admin_api_key",
     "request_timeout_s",
     "open_timeout_s",
     "bucket_timeout_s",

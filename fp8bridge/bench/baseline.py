@@ -16,13 +16,14 @@ import zmq
 from ..errors import VerifyError
 from ..layout import SCALE_SUFFIX, ServerLayout
 from ..staging import tensor_checksum
-from ..transport.nccl import abandon, free_port, from_rank_0, make_group
+from ..transport.nccl import abandon, from_rank_0, make_group, open_store, reach_store
 from ..types import TensorMeta
 from .per_tensor import quantize_one
 from .source import SyntheticSource
 
 _END = b"bucket"
 _SAMPLED = 64
+_LIMIT_S = 120.0
 
 
 class Sink(Protocol):
@@ -99,13 +100,13 @@ class BroadcastSink:
 @contextmanager
 def _broadcast_sink(backend: str, device: str) -> Iterator[BroadcastSink]:
     ours, theirs = multiprocessing.Pipe()
-    port = free_port("127.0.0.1")
+    store = open_store("127.0.0.1", 2, timeout_s=_LIMIT_S)
     child = multiprocessing.get_context("spawn").Process(
-        target=_join, args=(port, backend, device, theirs), daemon=True
+        target=_join, args=(store.port, backend, device, theirs), daemon=True
     )
     child.start()
     try:
-        group = _pair(0, port, backend)
+        group = _pair(0, store, backend)
         yield BroadcastSink(group, ours)
         ours.send(None)
         child.join(30)
@@ -114,15 +115,15 @@ def _broadcast_sink(backend: str, device: str) -> Iterator[BroadcastSink]:
         child.kill()
 
 
-def _pair(rank: int, port: int, backend: str) -> Any:
-    return make_group("127.0.0.1", port, 2, "baseline", backend, rank=rank, timeout_s=120, bucket_timeout_s=120)
+def _pair(rank: int, store: Any, backend: str) -> Any:
+    return make_group(store, 2, "baseline", backend, rank=rank, timeout_s=_LIMIT_S, bucket_timeout_s=_LIMIT_S)
 
 
 def _join(port: int, backend: str, device: str, answers: Any) -> None:
     where = torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    group = _pair(1, port, backend)
+    group = _pair(1, reach_store("127.0.0.1", port, 2, timeout_s=_LIMIT_S), backend)
     while (sizes := answers.recv()) is not None:
         for nbytes in sizes:
             group.broadcast([torch.empty(nbytes, dtype=torch.uint8, device=where)], from_rank_0()).wait()

@@ -23,7 +23,7 @@ from ..protocols import PackedBucket, RolloutServer
 from ..receiver import Receiver
 from ..staging import bucket_checksums, unsigned
 from ..transport.loopback import LoopbackServer
-from ..transport.nccl import from_rank_0, make_group
+from ..transport.nccl import from_rank_0, make_group, reach_store
 
 
 class ScatterServer(LoopbackServer):
@@ -88,15 +88,18 @@ class GroupServer(ScatterServer):
     ) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        store = reach_store(host, port, world_size, timeout_s=timeout_s)
         self._group = make_group(
-            host, port, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
+            store, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
         )
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def destroy_group(self, group: str, *, timeout_s: float) -> None:
         torch.distributed.destroy_process_group(self._group)
 
-    def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
+    def load(self, index: int) -> None:
+        assert self._manifest is not None, "a bucket before a plan was shown"
+        bucket = self._manifest.buckets[index]
         if self._memory.numel() < bucket.nbytes:
             self._memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
         memory = self._memory[: bucket.nbytes]
@@ -141,6 +144,10 @@ class ProcessServer:
         if method.startswith("_"):
             raise AttributeError(method)
         return lambda *args, **kwargs: self._control.call(method, args, kwargs)
+
+    def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
+        """For `nccl`: the child knows the bucket, and a thousand pickled entries would take longer than it."""
+        self._control.call("load", (bucket.index,), {})
 
     def close(self) -> None:
         """The process ends with `start_servers`."""

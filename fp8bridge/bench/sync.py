@@ -23,6 +23,8 @@ from .source import SyntheticSource
 
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FORMATS = ("fp8", "bf16")
+IN_PROCESS_BUCKET_S = 0.00025
+"""What a bucket costs without a wire: launches and synchronizations (H200, sweep over bucket sizes)."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, buckets done, buckets in all)."""
@@ -59,7 +61,8 @@ class Case:
 
     @property
     def far(self) -> torch.device:
-        return torch.device(self.server_device or self.device)
+        where = torch.device(self.server_device or self.device)
+        return torch.device("cuda", 0) if where == torch.device("cuda") else where
 
     @property
     def config(self) -> dict[str, Any]:
@@ -171,20 +174,23 @@ def _ceiling(case: Case, device: torch.device, report: SyncReport) -> dict[str, 
         return {"kind": "device copy", "gbytes_per_s": copy_gbytes_per_s(device, max(message, MIB))}
     total = max(message, min(report.nbytes, 4 << 30))
     if case.transport == "nccl":
-        speed = broadcast_gbytes_per_s(message, backend=_backend(case), devices=(device, case.far), total_nbytes=total)
+        near = torch.device("cuda", 0) if device.type == "cuda" else device
+        speed = broadcast_gbytes_per_s(message, backend=_backend(case), devices=(near, case.far), total_nbytes=total)
         return {"kind": "raw broadcast", "gbytes_per_s": speed}
     return {"kind": "raw socket", "gbytes_per_s": socket_gbytes_per_s(message, total_nbytes=total)}
 
 
 def _predicted(result: dict[str, Any], plan: Plan) -> float:
-    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own and the raw
-    socket's. So the error is that of the model: what overlaps, and what it leaves out."""
+    """What `predict` says with speeds measured here: the packer's, the check's, the servers' own, the ceiling's, and
+    the time of begin, open and commit. So the error is that of the model: what overlaps, and what it leaves out."""
     ceiling, load_s = result["ceiling"], result["server_load_s"]
     links = Links(
         wire=1e6 if ceiling["kind"] == "device copy" else ceiling["gbytes_per_s"],
         copy=(result["nbytes_in"] + result["nbytes"]) / result["stages"]["pack"] / 1e9,
         check=result["nbytes_in"] / result["stages"]["check"] / 1e9,
         load=result["nbytes"] / load_s / 1e9 if load_s else None,
+        bucket_s=IN_PROCESS_BUCKET_S if ceiling["kind"] == "device copy" else Links().bucket_s,
+        fixed_s=sum(result["stages"][name] for name in ("begin", "open", "commit")),
     )
     return predict(plan, links, servers=result["servers"]).seconds
 

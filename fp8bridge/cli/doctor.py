@@ -80,6 +80,9 @@ def doctor(
         Literal["zmq", "nccl", "ipc"], typer.Option(help="Of the identity update (stock SGLang: nccl, or our loader).")
     ] = "zmq",
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(envvar="FP8BRIDGE_ADMIN_API_KEY", help="If changing a server needs another.")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -87,9 +90,10 @@ def doctor(
     found = versions()
     gpu = device()
     offered = features(found, gpu)
+    keys = {"api_key": api_key, "admin_api_key": admin_api_key}
     trainers = installed_frameworks()
-    servers = [check_server(url, timeout_s=timeout_s, api_key=api_key, repair=repair) for url in server or ()]
-    identities = _identities(server or (), identity, transport, api_key)
+    servers = [check_server(url, timeout_s=timeout_s, repair=repair, **keys) for url in server or ()]
+    identities = _identities(server or (), identity, transport, keys)
     if as_json:
         facts = {
             "identity": identities,
@@ -111,13 +115,13 @@ def doctor(
 
 
 def _identities(
-    urls: Iterable[str], checkpoint: Path | None, transport: str, api_key: str | None
+    urls: Iterable[str], checkpoint: Path | None, transport: str, keys: dict[str, str | None]
 ) -> list[dict[str, Any]]:
     if checkpoint is None:
         return []
     from .identity import identity_update
 
-    options = {"transport": transport, "pause_mode": "abort", "api_key": api_key}
+    options = {"transport": transport, "pause_mode": "abort", **keys}
     return [asdict(identity_update(url, checkpoint, **options)) for url in urls]
 
 
@@ -185,14 +189,14 @@ def installed_frameworks() -> list[InstalledFramework]:
     ]
 
 
-def check_server(url: str, *, timeout_s: float, api_key: str | None = None, repair: bool = False) -> ServerCheck:
+def check_server(url: str, *, timeout_s: float, repair: bool = False, **keys: str | None) -> ServerCheck:
     """Ask one server what it holds and if it would take weights; first repair it, if asked to."""
     from ..config import BridgeConfig
     from ..errors import BridgeError
     from ..rollout_server import open_server
 
     try:
-        server = open_server(url, timeout_s=timeout_s, api_key=api_key, config=BridgeConfig(transport="nccl"))
+        server = open_server(url, timeout_s=timeout_s, config=BridgeConfig(transport="nccl"), **keys)
     except BridgeError as error:
         return ServerCheck(url, usable=False, error=str(error))
     repaired: list[str] = []

@@ -34,7 +34,8 @@ def identity_update(url: str, checkpoint: Path, **options: Any) -> Identity:
     from ..errors import ServerError
     from ..http import Http
 
-    http = Http(url, timeout_s=options.get("request_timeout_s", 60.0), api_key=options.get("api_key"))
+    keys = {name: options.get(name) for name in ("api_key", "admin_api_key")}
+    http = Http(url, timeout_s=options.get("request_timeout_s", 60.0), **keys)
     weights: dict[str, torch.Tensor] = dict(tensors_of(checkpoint))
     try:
         before, claimed = http.logprobs(PROMPT, NEW_TOKENS), str(http.call("GET", "/model_info").get("weight_version"))

@@ -47,6 +47,9 @@ def verify(
     ] = None,
     logprob_tolerance: Annotated[float, typer.Option(help="Between servers, on a fixed prompt.", min=0.0)] = 1e-3,
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
+    admin_api_key: Annotated[
+        str | None, typer.Option(envvar="FP8BRIDGE_ADMIN_API_KEY", help="If changing a server needs another.")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a server's answer.", min=0.1)] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -55,7 +58,8 @@ def verify(
     from ..rollout_server import open_server
 
     stock = BridgeConfig(transport="nccl")
-    servers = [open_server(url, timeout_s=timeout_s, api_key=api_key, config=stock) for url in server]
+    keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+    servers = [open_server(url, timeout_s=timeout_s, config=stock, **keys) for url in server]
     try:
         sums = {s.name: s.checksums() for s in servers}
         expected, against = sums[servers[0].name], servers[0].name

@@ -9,6 +9,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 B = TypeVar("B")
 
 
+_LARGEST = 1e15
+"""Of numbers that are seconds, probabilities and the like."""
+
+
 class InvalidBody(Exception):
     """The fields that are wrong, one line each."""
 
@@ -110,7 +114,8 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_fits(get_args(hint)[0], v) for v in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # JSON has no such bound, and Python's has NaN and Infinity too.
+        return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
     return type(value) is hint
 
 

@@ -31,9 +31,17 @@ async def read_json(request: Request, default: Any = None) -> Any:
             raise InvalidBody(["body: Field required"])
         return default
     try:
-        return json.loads(raw)
-    except ValueError as err:
+        return _parse(raw)
+    except (ValueError, RecursionError) as err:
         raise InvalidBody([f"body: JSON decode error, {err}"]) from err
+
+
+def _parse(raw: bytes) -> Any:
+    """JSON whose strings are text: half a surrogate pair would come back in every answer, which cannot be sent."""
+    data = json.loads(raw.decode("utf-8"))
+    if b"\\ud" in raw.lower():
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
+    return data
 
 
 async def _read(request: Request) -> bytes:

@@ -16,6 +16,14 @@ SESSIONS_SINCE = (0, 5, 21)
 """From here on updates run between /begin_weight_update and /end_weight_update; before, there is neither."""
 
 
+INCOMPLETE = "incomplete"
+"""Prefix of the weight version of a server whose update is under way or ended early."""
+
+
+def incomplete(token: str) -> str:
+    return f"{INCOMPLETE}-{token[:8]}"
+
+
 class SglangClient:
     """See `Http` for what is raised. Thread-safe. Every call is one request."""
 

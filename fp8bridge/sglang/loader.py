@@ -4,7 +4,8 @@
 
 Phases of an update: `rehearse` (is this manifest a full update of this model?), `pull` (rank 0 receives
 every bucket over ZMQ into shared memory and checks it; the model is not touched), then `load` (every rank
-loads from there) or `drop`. `checksums` reads the weights back as they were sent.
+loads from there) or `drop`. `checksums` reads the weights back as they were sent; where several TP
+ranks have a part each, they bring them together in shared memory with `share`, and `put` and `compare` by bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -84,7 +85,7 @@ _state = _State()
 def _rehearse(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     manifest = Manifest.from_dict(data["manifest"])
     if _state.manifest is None or _state.manifest.hash != manifest.hash:
-        _state.rehearsal, _state.manifest = rehearse(model, manifest), manifest
+        _state.rehearsal, _state.manifest = rehearse(model, manifest, shared=data["tp_size"] > 1), manifest
         _state.copies, _state.scatters = {}, {}
     assert _state.rehearsal is not None, "made above"
     return {"problems": _state.rehearsal.problems[:100], "count": len(_state.rehearsal.problems)}
@@ -221,7 +222,7 @@ def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """uint64 of the bytes of every tensor, put together again from where it was loaded to."""
     manifest, rehearsal = _expect(data), _state.rehearsal
     if rehearsal is None or not rehearsal.complete:
-        raise RuntimeError("this rank does not hold every tensor as it was sent (TP > 1, or the model changes them)")
+        raise RuntimeError("this rank does not hold every tensor as it was sent: the model changes them")
     params, found = parameters(model), {}
     copies: dict[str, list[Any]] = {}
     for copy in rehearsal.copies:
@@ -232,6 +233,63 @@ def _checksums(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
             copy.src.view(whole).copy_(copy.dst.view(params[copy.param]))
         found[name] = tensor_checksum(whole)
     return {"tensors": found}
+
+
+def _share(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 makes a folder that all TP ranks of the host can see."""
+    if rank != 0:
+        return {}
+    _drop(model, rank, {})
+    _state.folder, _state.lock = _shared_folder()
+    return {"folder": str(_state.folder)}
+
+
+def _put(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """Every rank writes what it has of a bucket's tensors where the whole bucket comes together."""
+    if rank == 0:
+        for old in set(Path(data["folder"]).glob("back-*")) - {_back(data)}:
+            old.unlink()
+    for _, part, mine in _parts(model, data):
+        part.copy_(mine)
+    return {}
+
+
+def _compare(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+    """After all have put theirs: of what several ranks have, the others must have the same. Rank 0 tells the
+    checksums."""
+    for copy, part, mine in _parts(model, data):
+        if not torch.equal(part.contiguous().view(torch.uint8), mine.contiguous().view(torch.uint8)):
+            raise RuntimeError(f"TP ranks hold different bytes of {copy.source}, which each has a copy of")
+    if rank != 0:
+        return {}
+    bucket = _expect(data).buckets[data["index"]]
+    tensors = unpack(bucket, _bucket_file(bucket, data))
+    return {"tensors": {name: tensor_checksum(tensor) for name, tensor in tensors.items()}}
+
+
+def _parts(model: Any, data: dict[str, Any]) -> Iterator[tuple[Copy, torch.Tensor, torch.Tensor]]:
+    """(a copy of the load, its region of the bucket in shared memory, what this rank holds of it, on the CPU)."""
+    bucket, params = _expect(data).buckets[data["index"]], parameters(model)
+    if _state.rehearsal is None or not _state.rehearsal.complete:
+        raise RuntimeError("this rank does not hold its tensors as they were sent: the model changes them")
+    tensors = unpack(bucket, _bucket_file(bucket, data))
+    for copy in _copies().get(bucket.index, ()):
+        mine = copy.dst.view(params[copy.param]).cpu()
+        yield copy, copy.src.view(tensors[copy.source]), mine
+
+
+def _back(data: dict[str, Any]) -> Path:
+    return Path(data["folder"], f"back-{data['index']}")
+
+
+def _bucket_file(bucket: Bucket, data: dict[str, Any]) -> torch.Tensor:
+    """Flat uint8 in shared memory; whoever comes first makes it, of zeros."""
+    if not bucket.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    path = _back(data)
+    with open(path, "ab") as file:
+        os.posix_fallocate(file.fileno(), 0, bucket.nbytes)
+    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r+", shape=(bucket.nbytes,)))
 
 
 def _device_of(model: Any) -> torch.device:
@@ -283,4 +341,7 @@ _PHASES = {
     "load_slot": _load_slot,
     "drop": _drop,
     "checksums": _checksums,
+    "share": _share,
+    "put": _put,
+    "compare": _compare,
 }

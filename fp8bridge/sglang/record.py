@@ -123,12 +123,13 @@ class Rehearsal:
     copies: list[Copy]
     problems: list[str]
     complete: bool
-    """Every byte of every tensor is copied once, as it is, and nothing else is made of any: the copies alone
-    are the load."""
+    """The copies alone are the load: every byte of every tensor is copied once, as it is, and nothing else is
+    made of any. On one of several TP ranks, which takes but a part of some: every byte of every parameter comes
+    from one such copy."""
 
 
-def rehearse(model: Any, manifest: Manifest) -> Rehearsal:
-    """Run the model's `load_weights` with nothing written."""
+def rehearse(model: Any, manifest: Manifest, *, shared: bool = False) -> Rehearsal:
+    """Run the model's `load_weights` with nothing written. shared: this is one of several TP ranks."""
     params = parameters(model)
     watch = Watch(params)
     entries = manifest.entries()
@@ -148,11 +149,21 @@ def rehearse(model: Any, manifest: Manifest) -> Rehearsal:
         problems.append(f"load_weights raises at {last}: {type(err).__name__}: {err}")
     beyond = int(getattr(getattr(model, "config", None), "num_hidden_layers", 1 << 30))
     problems += _problems(watch, params, [n for n in entries if _layer(n) < beyond])
-    taken: dict[str, int] = {}
-    for source, region in {(copy.source, copy.src) for copy in watch.copies}:
-        taken[source] = taken.get(source, 0) + region.numel
-    whole = all(taken.get(n, 0) == torch.Size(e.shape).numel() for n, e in entries.items())
+    if shared:
+        filled = _sizes((copy.param, copy.dst) for copy in watch.copies)
+        whole = all(filled.get(n, 0) == watch.written.get(n) == p.numel() for n, p in params.items())
+    else:
+        taken = _sizes((copy.source, copy.src) for copy in watch.copies)
+        whole = all(taken.get(n, 0) == torch.Size(e.shape).numel() for n, e in entries.items())
     return Rehearsal(watch.copies, problems, whole and not (problems or watch.odd or watch.read))
+
+
+def _sizes(parts: Iterable[tuple[str, Region]]) -> dict[str, int]:
+    """Elements in all different regions of each name."""
+    found: dict[str, int] = {}
+    for name, region in set(parts):
+        found[name] = found.get(name, 0) + region.numel
+    return found
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:

@@ -19,16 +19,14 @@ from ..layout import ServerLayout
 from ..plan import Bucket, Manifest
 from ..protocols import ServerInfo
 from ..staging import describe_differences
-from .agent import LOADER, LoaderAgent
-from .client import SESSIONS_SINCE, TESTED, SglangClient, version_of
+from .agent import LOADER, LoaderAgent, Report
+from .client import INCOMPLETE, SESSIONS_SINCE, TESTED, SglangClient, incomplete, version_of
 
 T = TypeVar("T")
 
 log = logging.getLogger("fp8bridge")
 
 _RELEASE_TIMEOUT_S = 10.0
-INCOMPLETE = "incomplete"
-"""Prefix of the weight version of a server whose update is under way or ended early."""
 _TAKEN = "already open"
 """In SGLang's refusal to begin a second session."""
 
@@ -49,12 +47,7 @@ class SglangServer:
         self.name = http.name
         self._http = http
         self.client = SglangClient(http)
-        self.facts = facts
-        self.version = version_of(str(facts.get("version")))
-        self.tp_size = int(facts.get("tp_size", 1))
-        self.has_sessions = self.version >= SESSIONS_SINCE
-        self.loader = LoaderAgent(self.client, self.tp_size, host)
-        self.has_loader = LOADER in (facts.get("custom_weight_loader") or ())
+        self._host = host
         self.replay = True
         self.held = False
         self.load_way = "load_weights"
@@ -64,6 +57,18 @@ class SglangServer:
         self._touched = False
         self._token = ""
         self._taken: ServerRefusedError | None = None
+        self._learn(facts)
+        if not TESTED[0] <= self.version <= TESTED[1]:
+            log.warning("%s is SGLang %s; tested are 0.5.10 to 0.5.23", self.name, facts.get("version"))
+
+    def _learn(self, facts: dict[str, Any]) -> None:
+        """At the start, and whenever the server is asked anew: it may have been restarted as another one."""
+        self.facts = facts
+        self.version = version_of(str(facts.get("version")))
+        self.tp_size = int(facts.get("tp_size", 1))
+        self.has_sessions = self.version >= SESSIONS_SINCE
+        self.loader = LoaderAgent(self.client, self.tp_size, self._host)
+        self.has_loader = LOADER in (facts.get("custom_weight_loader") or ())
         for size in ("pp_size", "dp_size"):
             if int(facts.get(size) or 1) > 1:
                 raise ServerMismatchError(
@@ -71,12 +76,11 @@ class SglangServer:
                     "ranks alone; serve each replica on its own port, and without pipeline stages",
                     server=self.name,
                 )
-        if not TESTED[0] <= self.version <= TESTED[1]:
-            log.warning("%s is SGLang %s; tested are 0.5.10 to 0.5.23", self.name, facts.get("version"))
 
     # --- protocols.RolloutServer
 
     def info(self) -> ServerInfo:
+        self._learn(self.client.server_info())
         model = self._model()
         return ServerInfo(
             engine=f"sglang {self.facts.get('version', 'unknown')}",
@@ -105,7 +109,7 @@ class SglangServer:
 
     def _rehearse(self, manifest: Manifest) -> None:
         reports = self._in_session(
-            lambda: self.loader.call("rehearse", {"manifest": manifest.as_dict()}, timeout_s=self._timeout_s)
+            lambda: self._load_call("rehearse", {"manifest": manifest.as_dict(), "tp_size": self.tp_size})
         )
         problems = next((r.data["problems"] for r in reports if r.data["problems"]), None)
         if problems:
@@ -195,6 +199,9 @@ class SglangServer:
     def commit(self, token: str, version: str) -> float | None:
         self._end()
         self.client.set_version(version)
+        if (claimed := self.client.weight_version()) != version:
+            self.client.set_version(incomplete(token))
+            raise ServerError(f"{self.name} was told to call itself {version} and says {claimed!r}", server=self.name)
         self._touched = False
         return None
 
@@ -206,7 +213,8 @@ class SglangServer:
         except ServerRefusedError as err:
             # A refusal of the abort itself would mean another trainer's session; this one is ours to clean up.
             raise ServerError(err.message, server=self.name) from err
-        if self._touched:
+        # Its own word: also other trainer ranks may have sent it buckets.
+        if str(self.client.weight_version()).startswith(INCOMPLETE):
             raise ServerError(
                 f"{self.name} holds a mix of two versions, since SGLang loads in place; send it a whole one "
                 "(bridge.admit does, with keep_last, or the next update after it)",
@@ -221,14 +229,31 @@ class SglangServer:
 
     def checksums(self) -> dict[str, int]:
         if self.has_loader and self._manifest is not None:
-            body = {"manifest_hash": self._manifest.hash}
-            reports = self._in_session(lambda: self.loader.call("checksums", body, timeout_s=self._timeout_s))
-            return dict(reports[0].data["tensors"])
+            return self._in_session(self._read_back)
         raise ServerMismatchError(
             f"{self.name} cannot tell the bytes of its tensors: SGLang's own checker hashes dequantized, fused "
             "weights. Start it with --custom-weight-loader fp8bridge.sglang.loader.load",
             server=self.name,
         )
+
+    def _load_call(self, phase: str, data: dict[str, Any]) -> list[Report]:
+        return self.loader.call(phase, data, timeout_s=self._timeout_s)
+
+    def _read_back(self) -> dict[str, int]:
+        """Checksums of the tensors as they were sent, put together from what each TP rank has of them."""
+        assert self._manifest is not None, "rehearsed"
+        body: dict[str, Any] = {"manifest_hash": self._manifest.hash}
+        if self.tp_size == 1:
+            return dict(self._load_call("checksums", body)[0].data["tensors"])
+        found: dict[str, int] = {}
+        body["folder"] = self._load_call("share", {})[0].data["folder"]
+        try:
+            for bucket in self._manifest.buckets:
+                self._load_call("put", body | {"index": bucket.index})
+                found |= self._load_call("compare", body | {"index": bucket.index})[0].data["tensors"]
+        finally:
+            self._load_call("drop", {})
+        return found
 
     def logprobs(self, prompt: Sequence[int], count: int) -> list[float]:
         return self._http.logprobs(prompt, count)
@@ -256,7 +281,7 @@ class SglangServer:
         """Before the first byte of the old version is overwritten: whoever dies from now on, no one believes
         that it is there."""
         if not self._touched:
-            self.client.set_version(f"{INCOMPLETE}-{self._token[:8]}")
+            self.client.set_version(incomplete(self._token))
             self._touched = True
 
     def _end(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import BridgeConfig
-from ..protocols import RolloutServer, Transport
+from ..protocols import RolloutServer, Target, Transport
 
 
-def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Transport:
-    """The transport of `config.transport`. `servers`: on rank 0, those it will send to."""
+def open_transport(
+    config: BridgeConfig, servers: Sequence[RolloutServer], targets: Sequence[Target] = ()
+) -> Transport:
+    """The transport of `config.transport`. `servers`: on rank 0, those it will send to; `targets`: the same on
+    the other ranks."""
     if config.transport == "loopback":
         from .loopback import LoopbackTransport
 
@@ -21,7 +24,7 @@ def open_transport(config: BridgeConfig, servers: Sequence[RolloutServer]) -> Tr
     if config.transport == "nccl":
         from .nccl import NcclTransport
 
-        return NcclTransport(servers, config)
+        return NcclTransport(servers, config, targets)
     from ..keys import load_key_pair
     from .zmq import ZmqTransport
 

@@ -17,7 +17,7 @@ import torch
 from ..config import BridgeConfig
 from ..errors import BridgeError, ConfigError, TransportError
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer
+from ..protocols import PackedBucket, RolloutServer, Target
 from ..sglang.cuda_ipc import export
 
 
@@ -25,6 +25,7 @@ class IpcTransport:
     """See `protocols.Transport`. Rank 0 alone sends; `servers` are SglangServers with our loader."""
 
     multi_sender = False
+    all_connect = False
 
     def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig) -> None:
         self.failures: dict[str, BridgeError] = {}
@@ -48,6 +49,9 @@ class IpcTransport:
         self._servers[server.name] = server
         self._exported[server.name] = set()
         self._pools.setdefault(server.name, ThreadPoolExecutor(max_workers=1, thread_name_prefix="fp8bridge-ipc"))
+
+    def meet(self, target: Target) -> None:
+        """Other ranks send nothing."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}

@@ -15,7 +15,7 @@ import torch
 from ..errors import BridgeError, ConfigError, ServerMismatchError, ServerRefusedError, ServerUnreachableError
 from ..layout import ServerLayout
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer, ServerInfo
+from ..protocols import PackedBucket, RolloutServer, ServerInfo, Target
 from ..staging import StagedWeights, describe_differences
 
 
@@ -146,6 +146,7 @@ class LoopbackTransport:
     """See `protocols.Transport`. Everything happens in `send`."""
 
     multi_sender = False
+    all_connect = False
 
     def __init__(self, servers: Sequence[RolloutServer]) -> None:
         self._servers: dict[str, Any] = {}
@@ -160,6 +161,9 @@ class LoopbackTransport:
                 "use transport='zmq' for a URL"
             )
         self._servers[server.name] = server
+
+    def meet(self, target: Target) -> None:
+        """Other ranks send nothing."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}

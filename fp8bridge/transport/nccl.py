@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,8 @@ import torch.distributed as dist
 from ..config import BridgeConfig
 from ..errors import BridgeError, ConfigError, ServerError, ServerTimeoutError, TransportError
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer
+from ..protocols import PackedBucket, RolloutServer, Target
+from ..sglang.target import BucketTarget
 
 log = logging.getLogger("fp8bridge")
 
@@ -36,33 +36,48 @@ _LEAVE_TIMEOUT_S = 10.0
 
 
 class NcclTransport:
-    """See `protocols.Transport`. Rank 0 alone sends; `servers` are SglangServers."""
+    """See `protocols.Transport`. `servers`, on rank 0, are SglangServers; every other rank that sends knows them
+    as `targets`, and has groups and requests of its own. A server serves one request after the other."""
 
-    multi_sender = False
+    multi_sender = True
+    all_connect = True
 
-    def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig) -> None:
+    def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig, targets: Sequence[Target] = ()) -> None:
         self.failures: dict[str, BridgeError] = {}
         self._config = config
         self._lines: dict[str, _Line] = {}
         self._live: set[str] = set()
-        if config.group_backend == "nccl" and servers:
+        sends = servers or (targets and config.senders == "all")
+        if config.group_backend == "nccl" and sends:
             _check_environment()
         for server in servers:
             self.join(server)
+        if not servers:
+            for target in targets:
+                self.meet(target)
 
     def join(self, server: RolloutServer) -> None:
         if not hasattr(server, "load_bucket"):
             raise ConfigError(
                 f"transport 'nccl' sends to stock SGLang, which {server.name} is not; use transport='zmq'"
             )
-        line = self._lines.pop(server.name, None)
-        if line is not None:
-            line.end()
-        self._lines[server.name] = _Line(server, self._config)
+        self._join(server)
+
+    def meet(self, target: Target) -> None:
+        self._join(BucketTarget(target, self._config))
+
+    def _join(self, server: Any) -> None:
+        line = _Line(server, self._config)
+        if (before := self._lines.pop(server.name, None)) is not None:
+            before.retire()
+            line.left = before.left
+        self._lines[server.name] = line
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         self.failures = {}
-        self._live = set(tokens) & set(self._lines)
+        self._live = set(tokens) & set(self._lines) if buckets else set()
+        for name in self._live:
+            self._lines[name].open(tokens[name])
         return "nccl"
 
     def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
@@ -117,27 +132,32 @@ class _Line:
         self._config = config
         self._group: Any = None
         self._group_name = ""
-        self._left: list[str] = []
+        self.left: list[str] = []
         """Groups that the server may still hold."""
         self._outbox: queue.SimpleQueue[tuple[PackedBucket, Any] | None] = queue.SimpleQueue()
         self._answers: dict[int, BridgeError | None] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
+    def open(self, token: str) -> None:
+        """A new update, whose secret for this server is `token`."""
+        self._answers.clear()
+        if isinstance(self._server, BucketTarget):
+            self._server.token = token
+
     def connect(self, timeout_s: float) -> None:
         """Join the server in a new group, unless there is one. Raises BridgeError; never hangs longer."""
-        self._answers.clear()
         if self._group is not None:
             return
         self._forget_left(timeout_s)
         self._group_name = f"fp8bridge-{secrets.token_hex(4)}"
         host, backend, world = self._config.host, self._config.group_backend, 1 + self._server.tp_size
-        port = free_port(host)
+        store = open_store(host, world, timeout_s=timeout_s)
+        port = store.port
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fp8bridge-group")
         making = pool.submit(
             make_group,
-            host,
-            port,
+            store,
             world,
             self._group_name,
             backend,
@@ -197,7 +217,7 @@ class _Line:
         group, self._group = self._group, None
         thread, self._thread = self._thread, None
         if group is not None:
-            self._left.append(self._group_name)
+            self.left.append(self._group_name)
             abandon(group, self._config.group_backend)
         if thread is not None:
             self._outbox.put(None)
@@ -208,10 +228,17 @@ class _Line:
         if self._group is not None:
             self.end()
             self._forget_left(_LEAVE_TIMEOUT_S)
+        self.retire()
+
+    def retire(self) -> None:
+        """For good; what is still under way ends by itself."""
+        self.end()
+        if isinstance(self._server, BucketTarget):
+            self._server.client.close()
 
     def _forget_left(self, timeout_s: float) -> None:
-        while self._left:
-            name = self._left.pop()
+        while self.left:
+            name = self.left.pop()
             try:
                 self._server.client.destroy_group(name, timeout_s=timeout_s)
             except ServerError as err:
@@ -260,9 +287,25 @@ class _Line:
         return None
 
 
+def open_store(host: str, world_size: int, *, timeout_s: float) -> Any:
+    """Where the ranks of a group meet: at `.port`, which the system chooses as it listens, so that none is taken."""
+    limit = timedelta(seconds=timeout_s)
+    torch_dist: Any = dist
+    try:
+        return torch_dist.TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+    except RuntimeError as err:
+        raise TransportError(f"cannot listen on {host}: {err}; is it an address of this host?") from err
+
+
+def reach_store(host: str, port: int, world_size: int, *, timeout_s: float) -> Any:
+    """The same, for every other rank."""
+    torch_dist: Any = dist
+    limit = timedelta(seconds=timeout_s)
+    return torch_dist.TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+
+
 def make_group(
-    host: str,
-    port: int,
+    store: Any,
     world_size: int,
     name: str,
     backend: str,
@@ -281,8 +324,6 @@ def make_group(
 
     c10d: Any = distributed_c10d
     limit = timedelta(seconds=timeout_s)
-    torch_dist: Any = dist
-    store = torch_dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     bound, default = None, c10d._world.default_pg
     if default is not None:
         # With a bound device torch would split the trainer's own communicator, and wait for its ranks.
@@ -300,18 +341,27 @@ def make_group(
 
 
 def abandon(group: Any, backend: str) -> None:
-    """Drop a group whose other ranks may never answer."""
+    """Drop a group whose other ranks may never answer. Its connections close; a server that waits in it is freed."""
+    if backend == "nccl":
+        group._get_backend(torch.device("cuda")).abort()
+    _forget(group)
+    # Destroying a gloo group waits for what is pending in it, which its own time limit ends.
+    threading.Thread(target=lambda _held: time.sleep(1), args=(group,), daemon=True).start()
+
+
+def _forget(group: Any) -> None:
+    """Take the group out of every table of torch's, which would keep it, and so its connections, for ever."""
     from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
-    _world = c10d._world
-    if backend == "nccl":
-        group._get_backend(torch.device("cuda")).abort()
+    world = c10d._world
+    for name in ("pg_group_ranks", "pg_map", "pg_names", "pg_backend_config", "pg_coalesce_state"):
+        getattr(world, name, {}).pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for each in {tag, ""} & set(world.tags_to_pg):
+        if group in world.tags_to_pg[each]:
+            world.tags_to_pg[each].remove(group)
     c10d._unregister_process_group(group.group_name)
-    for table in (_world.pg_group_ranks, _world.pg_map, _world.pg_names, _world.pg_backend_config, _world.pg_to_tag):
-        table.pop(group, None)
-    # Destroying a gloo group waits for what is pending in it, which its own time limit ends.
-    threading.Thread(target=lambda _held: time.sleep(1), args=(group,), daemon=True).start()
 
 
 def from_rank_0() -> Any:
@@ -327,14 +377,6 @@ def _check_environment() -> None:
             f"NCCL_CUMEM_ENABLE is {value!r} in the trainer; SGLang sets it to 0 in its servers, and a group with "
             "both hangs in its first broadcast. Start the trainer with NCCL_CUMEM_ENABLE=0"
         )
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listens on; the store takes it over at once."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.bind((host, 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def _error(future: Future[Any]) -> BridgeError | None:

@@ -20,8 +20,20 @@ import zmq
 from ..errors import BridgeError, ServerTimeoutError, ServerUnreachableError, TransportError, WireError
 from ..keys import KeyPair, with_key
 from ..plan import Manifest
-from ..protocols import PackedBucket, RolloutServer
-from ..wire import Ack, BucketHeader, Hello, Message, Ping, Refuse, Welcome, decode, encode
+from ..protocols import PackedBucket, RolloutServer, Target
+from ..wire import (
+    FRAME_NBYTES,
+    Ack,
+    BucketHeader,
+    Hello,
+    Message,
+    Ping,
+    Refuse,
+    Welcome,
+    decode,
+    encode,
+    max_header_nbytes,
+)
 
 _TICK_S = 0.05
 _PING_S = 0.5
@@ -46,6 +58,7 @@ class ZmqTransport:
     with CURVE, as the holder of this pair."""
 
     multi_sender = True
+    all_connect = False
 
     def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
         self._keys = keys
@@ -59,6 +72,9 @@ class ZmqTransport:
 
     def join(self, server: RolloutServer) -> None:
         """Servers connect by themselves, with the token of an update."""
+
+    def meet(self, target: Target) -> None:
+        """As `join`."""
 
     def open(self, tokens: Mapping[str, str], manifest: Manifest, buckets: Sequence[int]) -> str:
         if self._thread is not None:
@@ -79,7 +95,8 @@ class ZmqTransport:
         self._socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
         # No ZMTP heartbeats: libzmq aborts the process of a receiver that they cut off while its queue is full
         # (zeromq/libzmq #4767). A lost peer shows by its closed connection, a stalled one by its bucket's limit.
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_header_nbytes(0))
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # counts frames; what bounds the queue are the credits
         if self._keys is not None:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
@@ -266,7 +283,8 @@ class ZmqTransport:
             return False
         frames: list[bytes | memoryview] = [peer.identity, encode(message)]
         if packed is not None:
-            frames.append(packed.memory.numpy().data)
+            payload = packed.memory.numpy().data
+            frames += [payload[at : at + FRAME_NBYTES] for at in range(0, len(payload), FRAME_NBYTES)] or [payload]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=packed is None)
         except zmq.ZMQError as err:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +21,9 @@ from . import rules
 from .reference import GOLDEN, TILE_WORDS, checksum_key
 
 CHUNK_ELEMENTS = 1 << 20
-_TILES_OF_A_THREAD = 128
-"""Tiles of a checksum that one thread takes at a time: 2 MiB."""
+_TILE_NBYTES = 4 * TILE_WORDS
+_PART_NBYTES = 64 * _TILE_NBYTES
+"""Of a span, what one thread sums up at a time: 1 MiB."""
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -152,37 +154,46 @@ def checksum_start(nbytes: int) -> int:
     return int(mix64(torch.tensor(to_signed((nbytes + GOLDEN) % (1 << 64)))))
 
 
-def checksum(data: torch.Tensor) -> torch.Tensor:
-    """int64 scalar: the checksum of a flat uint8 tensor's bytes."""
-    tile_nbytes = 4 * TILE_WORDS
+def checksums(data: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """int64 [n]: the checksum of the bytes of each (offset, nbytes) of a flat uint8 tensor.
+
+    Threads share tiles, not spans, and what follows the tiles' sums is done for all spans at once: a bucket
+    may be a thousand small tensors or one large one.
+    """
     raw = data.numpy()
-    whole = len(raw) // tile_nbytes
-    sums = np.empty(-(-len(raw) // tile_nbytes), dtype=np.int64)
-    _sum_tiles(raw[: whole * tile_nbytes].view("<i4").reshape(whole, TILE_WORDS), sums[:whole])
-    if len(sums) > whole:
-        words = np.zeros(TILE_WORDS, dtype="<i4")
-        words.view(np.uint8)[: len(raw) - whole * tile_nbytes] = raw[whole * tile_nbytes :]
-        _sum_tiles(words[None], sums[whole:])
-    index = torch.arange(1, len(sums) + 1) * to_signed(GOLDEN)
-    return checksum_start(len(raw)) + mix64(torch.from_numpy(sums) + index).sum()
-
-
-def _sum_tiles(words: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]) -> None:
-    """sums[i] = sum of words[i] x keys, modulo 2^64. einsum multiplies without writing the products, any
-    alignment will do, and it lets other threads run."""
-    keys = checksum_keys().numpy()
-
-    def some(first: int) -> None:
-        part = slice(first, first + _TILES_OF_A_THREAD)
-        np.einsum("ij,j->i", words[part], keys, out=sums[part], dtype=np.int64, casting="unsafe")
-
-    firsts = range(0, len(words), _TILES_OF_A_THREAD)
-    threads = min(torch.get_num_threads(), len(firsts))
+    counts = np.array([-(-nbytes // _TILE_NBYTES) for _, nbytes in spans], dtype=np.int64)
+    ends = np.cumsum(counts)
+    sums = np.empty(int(ends[-1]) if len(spans) else 0, dtype=np.int64)
+    parts = [
+        (raw[offset + first : offset + min(first + _PART_NBYTES, nbytes)], sums[end - count + first // _TILE_NBYTES :])
+        for (offset, nbytes), count, end in zip(spans, counts.tolist(), ends.tolist(), strict=True)
+        for first in range(0, nbytes, _PART_NBYTES)
+    ]
+    threads = min(torch.get_num_threads(), -(-len(sums) * _TILE_NBYTES // _PART_NBYTES))
     if threads < 2:
-        for first in firsts:
-            some(first)
+        _sum_parts(parts)
     else:
-        list(_pool(threads).map(some, firsts))
+        step = -(-len(parts) // (4 * threads))
+        list(_pool(threads).map(_sum_parts, (parts[i : i + step] for i in range(0, len(parts), step))))
+    position = torch.arange(1, len(sums) + 1) - torch.from_numpy(np.repeat(ends - counts, counts))
+    mixed = mix64(torch.from_numpy(sums) + position * to_signed(GOLDEN))
+    upto = torch.cat([torch.zeros(1, dtype=torch.int64), mixed.cumsum(0)])
+    start = torch.tensor([checksum_start(nbytes) for _, nbytes in spans], dtype=torch.int64)
+    return start + upto[torch.from_numpy(ends)] - upto[torch.from_numpy(ends - counts)]
+
+
+def _sum_parts(parts: Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> None:
+    """(bytes, where the sums of their tiles go): sum of words x keys, modulo 2^64. einsum multiplies without
+    writing the products, any alignment will do, and it lets other threads run."""
+    keys = checksum_keys().numpy()
+    for raw, sums in parts:
+        whole = len(raw) // _TILE_NBYTES
+        words = raw[: whole * _TILE_NBYTES].view("<i4").reshape(whole, TILE_WORDS)
+        np.einsum("ij,j->i", words, keys, out=sums[:whole], dtype=np.int64, casting="unsafe")
+        if rest := len(raw) - whole * _TILE_NBYTES:
+            tail = np.zeros(-(-rest // 4), dtype="<i4")
+            tail.view(np.uint8)[:rest] = raw[whole * _TILE_NBYTES :]
+            sums[whole] = np.einsum("j,j->", tail, keys[: len(tail)], dtype=np.int64, casting="unsafe")
 
 
 @functools.cache

@@ -34,6 +34,22 @@ def test_a_long_span_of_several_programs(device):
     assert checksum_of(data, device) == reference.checksum(reference.to_bytes(data))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_spans_of_all_sizes_at_once(device, threads):
+    sizes = [0, 1, 5, TILE, 70 * TILE + 3, 0, 2 * TILE, 150 * TILE, 17]
+    data = random_bytes(sum(sizes))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    spans = [(end - nbytes, nbytes) for end, nbytes in zip(ends, sizes, strict=True)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = checksums(data, spans, device)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [checksum_of(data[a : a + n], device) for a, n in spans]
+    assert found[4] == reference.checksum(reference.to_bytes(data[spans[4][0] : spans[5][0]]))
+
+
 def test_does_not_depend_on_the_place_in_the_bucket(device):
     data = random_bytes(2 * TILE + 100)
     expected = checksum_of(data, device)

@@ -81,8 +81,12 @@ def weights(seed, config=BF16):
 
 
 def fused(model, config):
-    """What SGLang's parameters must be, by hand: q, k, v and gate, up stacked, codes and scales alike."""
-    wire = expected_wire(model, fp8bridge.ServerLayout.from_hf_config(config))
+    """What SGLang's parameters must be."""
+    return fuse(expected_wire(model, fp8bridge.ServerLayout.from_hf_config(config)), config)
+
+
+def fuse(wire, config):
+    """By hand: q, k, v and gate, up stacked, codes and scales alike."""
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
@@ -97,9 +101,9 @@ def fused(model, config):
 
 
 class SglangProcess:
-    """One server. `more`: launch arguments."""
+    """One server. `more`: launch arguments; `env`: more of its environment."""
 
-    def __init__(self, version, folder, *more, port=None):
+    def __init__(self, version, folder, *more, port=None, env=None):
         self.version, self.folder, self.more = version, Path(folder), more
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -110,7 +114,7 @@ class SglangProcess:
             [python, ROOT / "scripts/sglang_cpu/launch.py", *words, "--custom-weight-loader", LOADER, DUMP, *more],
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (env or {}),
             start_new_session=True,
         )
 

@@ -110,8 +110,8 @@ def test_both_ways_of_loading_give_the_same_bits(servers, transport, tmp_path):
             target.replay = replay
             for tensor in model.values():
                 tensor.mul_(1.5)
-            bridge.update_weights(version=server.next_version())
-            assert target.load_way == ("replay" if replay else "load_weights")
+            report = bridge.update_weights(version=server.next_version())
+            assert report.servers[server.url].load_way == ("replay" if replay else "load_weights")
         expected = fused(model, FP8)
         assert_same_bits({n: t for n, t in server.parameters(tmp_path).items() if n in expected}, expected)
 

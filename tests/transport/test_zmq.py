@@ -110,6 +110,19 @@ def test_two_senders_and_two_servers(transport):
     second.close()
 
 
+@pytest.mark.parametrize("frame_nbytes", [1000, 39_168, 1 << 20])
+def test_a_bucket_may_travel_in_any_number_of_frames(transport, monkeypatch, frame_nbytes):
+    monkeypatch.setattr("fp8bridge.transport.zmq.FRAME_NBYTES", frame_nbytes)
+    monkeypatch.setattr("fp8bridge.receiver.FRAME_NBYTES", frame_nbytes)
+    pull = Pull([transport.open({"a": "t"}, MANIFEST, ALL)], "t")
+    transport.connect(timeout_s=5, gone=nobody_gone)
+    send_all(transport)
+    pull.join(5)
+    assert (pull.error, transport.failures) == (None, {})
+    pull.weights.commit()
+    assert_same_bits(pull.weights.tensors, NEW)
+
+
 def test_ipv6_loopback():
     transport = ZmqTransport("::1", bucket_timeout_s=5.0)
     endpoint = transport.open({"a": "t"}, MANIFEST, ALL)
@@ -277,7 +290,7 @@ BAD_SENDERS = {
     "gives up": (lambda: [[encode(Refuse("NaN in the trainer"))]], "the sender gave up: NaN in the trainer"),
     "wrong order": (lambda: [bucket_frames(1)], "bucket 1 came, 0 was next"),
     "duplicate": (lambda: [bucket_frames(0), bucket_frames(0)], "bucket 0 came, 1 was next"),
-    "no payload": (lambda: [bucket_frames(0)[:1]], "without its payload"),
+    "no payload": (lambda: [bucket_frames(0)[:1]], "has a payload of 0 bytes"),
     "short payload": (lambda: [bucket_frames(0, payload=b"123")], "has a payload of 3 bytes"),
     "long payload": (lambda: [bucket_frames(0, payload=bytes(MANIFEST.buckets[0].nbytes + 1))], "has a payload of"),
     "two payloads": (lambda: [[*bucket_frames(0), b"x"]], "has a payload of"),
