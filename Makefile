@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test lint test-sglang test-vllm test-faults fuzz soak test-gpu test-frameworks docs clean
+.PHONY: help demo demo-sglang test lint test-sglang test-faults fuzz soak test-vllm test-gpu test-frameworks docs clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ test-vllm: $(INSTALLED)  ## real vLLM servers on the CPU (installs vLLM the firs
 	@scripts/vllm_cpu/install.sh .vllm
 	$(BIN)/pytest -m vllm tests/vllm $(ARGS)
 
+soak: $(INSTALLED)  ## 500 updates while servers are killed and restarted; soak/soak.json and soak/soak.png
+	$(BIN)/python benchmarks/soak.py --out soak $(ARGS)
+
 test-gpu:  ## the tests that need a CUDA device
 	bash scripts/test_gpu.sh
 
@@ -53,7 +56,7 @@ docs: $(INSTALLED)  ## build the documentation site into site/; a warning is an 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment, caches and builds
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site soak *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # megatron-core goes in by itself: its metadata says Python >= 3.12, its wheels work on 3.11.

@@ -273,7 +273,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         for each in found["kill_list"]:
             axes.axvline(each["update"], color="0.85", linewidth=0.8, zorder=0)
         axes.set_ylabel(label, fontsize="small")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * max(r[who][what] for r in found["samples"] for who in ("trainer", "spared server")))
     rows[0].legend(fontsize="small", loc="lower right")
     rows[0].set_title(f"{found['updates']} updates, {found['kills']} kills (grey)")
     rows[-1].set_xlabel("update")
@@ -293,18 +293,23 @@ def main() -> int:
     asked = parser.parse_args()
     found = figures(run(asked))
     asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    (asked.out / "soak.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
     plot(found, asked.out / "soak.png")
     shown = {key: value for key, value in found.items() if key not in ("samples", "kill_list")}
     print(json.dumps(shown, indent=1))
-    steep = [
+    found_steep = steep(found["rises"])
+    print("\n".join(found_steep) or "level")
+    return 1 if found_steep else 0
+
+
+def steep(found: dict[str, dict[str, float]]) -> list[str]:
+    """What rises by more than it may."""
+    return [
         f"{who}: {what} rises by {value}"
-        for who, values in found["rises"].items()
+        for who, values in found.items()
         for what, value in values.items()
         if value > LEVEL[what]
     ]
-    print("\n".join(steep) or "level")
-    return 1 if steep else 0
 
 
 if __name__ == "__main__":

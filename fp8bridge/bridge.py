@@ -383,6 +383,9 @@ class Bridge:
                 return encoded(states(self._set))
 
             self._states = decoded(agree(self._ranks, settle_and_commit)[0])
+            # Also those that failed only now: what they still wait for must not come, nor keep them waiting.
+            fenced = [name for name, server in self._states.items() if server.state == "fenced"]
+            self._transport.drop(fenced, "it was fenced")
 
     def _report(self, version: int, watch: Stopwatch, update: Update | None) -> SyncReport:
         mine = measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,9 +82,9 @@ class HttpServer:
         answer = self._http.call("POST", "/end_weight_update", {"session": token, "weight_version": version})
         if answer.get("weight_version") != version:
             # What it holds was acknowledged, but not under which name: it must not go by a wrong one.
-            self._http.call(
-                "POST", "/update_weight_version", {"new_version": UNKNOWN_VERSION, "abort_all_requests": False}
-            )
+            with contextlib.suppress(ServerError):  # it is fenced anyhow
+                body = {"new_version": UNKNOWN_VERSION, "abort_all_requests": False}
+                self._http.call("POST", "/update_weight_version", body)
             raise ServerError(
                 f"{self.name} was told to commit version {version} and says {answer.get('weight_version')!r}; it is "
                 f"called {UNKNOWN_VERSION!r} until it gets a version again",

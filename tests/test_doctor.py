@@ -134,7 +134,7 @@ def test_a_paused_server_and_one_that_does_not_tell():
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
-        ({"/server_info": (200, {"version": "0.5.23"})}, "is no SGLang or vLLM server"),
+        ({"/server_info": (200, {"version": "0.5.23"})}, "no SGLang or vLLM server, nor one of"),
         ({"/server_info": (401, {"error": "Unauthorized"})}, "Unauthorized"),
         ({"/server_info": (500, "boom")}, "boom"),
         (

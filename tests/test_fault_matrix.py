@@ -41,7 +41,7 @@ def params(transport):
 
 
 def record(cell, outcome, start):
-    """A line for scripts/fault_table.py, where a run asks for it."""
+    """A line for tests/faults/table.py, where a run asks for it."""
     path = os.environ.get("FP8BRIDGE_FAULT_RECORD")
     if path:
         row = [cell.fault, cell.phase, cell.transport, cell.party, outcome, round(time.monotonic() - start, 2)]

@@ -11,7 +11,7 @@ import torch
 import fp8bridge
 from fp8bridge import BridgeConfig, LoopbackServer
 from fp8bridge.adapters.state_dict import StateDictSource
-from fp8bridge.errors import ConfigError, LayoutError, ServerMismatchError
+from fp8bridge.errors import ConfigError, LayoutError, ServerMismatchError, ServerRefusedError, ServerTimeoutError
 from fp8bridge.layout import ServerLayout
 from fp8bridge.sglang.server import SglangServer
 from fp8bridge.transport.nccl import NcclTransport
@@ -133,3 +133,40 @@ def test_an_update_is_always_the_whole_model():
             tensor.view(torch.uint8).zero_()
         bridge.update_weights(version=2)
         assert bridge.verify() == {"a": len(server.tensors)}
+
+
+class Control:
+    """An SGLang server's sessions, over a line on which an answer can be lost."""
+
+    def __init__(self):
+        self.open, self.lose, self.calls = False, "", []
+
+    def _call(self, name, opens):
+        self.calls.append(name)
+        if self.open == opens:
+            raise ServerRefusedError("a session is already open" if opens else "no session is open")
+        self.open = opens
+        if self.lose == name:
+            raise ServerTimeoutError(f"no answer to {name}")
+
+    def begin(self):
+        self._call("begin", True)
+
+    def end(self):
+        self._call("end", False)
+
+
+def test_a_session_whose_begin_was_not_heard_is_closed_and_not_taken_for_anothers():
+    server = SglangServer(Http(), {"version": "0.5.23", "tp_size": 1}, timeout_s=1, host="127.0.0.1")
+    server.client = control = Control()
+    control.lose = "begin"
+    with pytest.raises(ServerTimeoutError):
+        server.begin("token", "hash", lease_s=1)
+    assert control.open
+    server.abort("token")
+    assert not control.open
+    with pytest.raises(ServerTimeoutError):
+        server.begin("token", "hash", lease_s=1)
+    control.lose = ""
+    server.begin("token", "hash", lease_s=1)
+    assert control.calls[-2:] == ["end", "begin"]

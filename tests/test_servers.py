@@ -7,8 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from fp8bridge.cli.app import main
 from fp8bridge.errors import (
     ConfigError,
+    ServerError,
     ServerMismatchError,
     ServerRefusedError,
     ServerTimeoutError,
@@ -57,6 +59,36 @@ def scripted():
     server = Scripted()
     yield server
     server.close()
+
+
+def test_verify_compares_what_stock_sglang_servers_say_of_themselves(capsys):
+    servers = [Scripted(), Scripted()]
+    for server, value in zip(servers, ("0a", "0b"), strict=True):
+        meta = {"input_token_logprobs": [[None, 3], [-1.0, 1]], "output_token_logprobs": [[-0.5, 4]]}
+        ranks = [{"checksums": {"model.norm.weight": "01", "lm_head.weight": value}}]
+        server.answers = {
+            "/server_info": (200, {"version": "0.5.23", "tp_size": 1, "model_path": "nowhere"}),
+            "/model_info": (200, {"weight_version": "3"}),
+            "/weights_checker": (200, {"success": True, "ranks": ranks}),
+            "/generate": (200, {"meta_info": meta}),
+        }
+    words = ["--servers", servers[0].url, "--servers", servers[1].url, "--replicas", "--json"]
+    with pytest.raises(SystemExit) as done:
+        main(["verify", *words])
+    assert done.value.code == 1
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["problems"], first["tensors"]) == ([], 2)
+    assert second["problems"] == [f"1 of 2 tensors are not those of {servers[0].url}: lm_head.weight, rank 0"]
+    servers[1].answers["/weights_checker"] = servers[0].answers["/weights_checker"]
+    with pytest.raises(SystemExit) as done:
+        main(["verify", *words])
+    assert not done.value.code
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main(["verify", "--servers", servers[0].url, "--replicas"])
+    assert done.value.code == 2
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture
@@ -109,7 +141,7 @@ def test_a_stopped_server_is_unreachable(scripted, client):
 
 def test_the_calls_speak_sglangs_fields(scripted, client):
     for path in ("/pause_generation", "/begin_weight_update", "/end_weight_update", "/continue_generation"):
-        scripted.answers[path] = (200, {"success": True})
+        scripted.answers[path] = (200, {"success": True, "weight_version": "7"})
     client.pause("retract", lease_s=3.0)
     client.begin("token", "hash", lease_s=3.0)
     client.commit("token", "7")
@@ -122,6 +154,17 @@ def test_the_calls_speak_sglangs_fields(scripted, client):
         {"torch_empty_cache": False},
     ]
     assert {auth for _, auth, _ in scripted.seen} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("said", [{"weight_version": "8"}, {}, "not JSON"])
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_commit_under_another_name_is_an_error_and_the_name_is_taken_back(scripted, client, said, status):
+    """Also where the server does not even answer that."""
+    scripted.answers["/end_weight_update"] = (200, said)
+    scripted.answers["/update_weight_version"] = (status, {"success": status == 200})
+    with pytest.raises(ServerError, match=r"was told to commit version 7 and says (None|'8')"):
+        client.commit("token", "7")
+    assert json.loads(scripted.seen[-1][2]) == {"new_version": "unknown", "abort_all_requests": False}
 
 
 def test_a_server_without_our_receiver_is_refused_with_what_to_do(scripted, client):

@@ -125,6 +125,14 @@ def test_a_commit_that_too_few_confirm_is_an_error_that_says_who_has_it():
         assert holds(bad, OLD)
 
 
+def test_a_server_that_is_lost_at_the_commit_is_dropped_by_the_transport_too():
+    """Over a broadcast it may wait in the group for something that never comes."""
+    good, bad = Flaky("good"), Flaky("bad", {"commit"})
+    with connect([good, bad], OLD) as bridge:
+        assert list(bridge.update_weights(version=1).fenced) == ["bad"]
+        assert bridge._transport._live == {"good"}
+
+
 def test_a_server_that_confirms_nothing_is_fenced_though_the_failure_was_another_ones():
     model = {n: t.clone() for n, t in OLD.items()}
     mute, bad = Flaky("mute", {"abort", "resume"}), Flaky("bad", {"take"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -45,6 +45,10 @@ def verify(
         Literal["sglang", "te", "te_pow2", "ue8m0"] | None,
         typer.Option(help="Rounding rule for a BF16 checkpoint. Default: the layout's."),
     ] = None,
+    replicas: Annotated[
+        bool,
+        typer.Option(help="SGLang without our loader: its own hashes, compared between the servers alone."),
+    ] = False,
     logprob_tolerance: Annotated[float, typer.Option(help="Between servers, on a fixed prompt.", min=0.0)] = 1e-3,
     api_key: Annotated[str | None, typer.Option(envvar="FP8BRIDGE_API_KEY", help="For the servers.")] = None,
     admin_api_key: Annotated[
@@ -57,22 +61,23 @@ def verify(
     from ..config import BridgeConfig
     from ..rollout_server import open_server
 
+    if replicas and (model_path is not None or len(server) < 2):
+        raise typer.BadParameter("--replicas compares at least two servers with each other, and with no checkpoint")
     stock = BridgeConfig(transport="nccl")
     keys = {"api_key": api_key, "admin_api_key": admin_api_key}
     servers = [open_server(url, timeout_s=timeout_s, config=stock, **keys) for url in server]
     try:
-        sums = {s.name: s.checksums() for s in servers}
+        sums = {s.name: replica_checksums(s) if replicas else dict[str, int | str](s.checksums()) for s in servers}
         expected, against = sums[servers[0].name], servers[0].name
         if model_path is not None:
-            expected, against = checkpoint_checksums(model_path, _layout(servers[0]), rule), str(model_path)
+            expected = dict(checkpoint_checksums(model_path, _layout(servers[0]), rule))
+            against = str(model_path)
         first: list[float] = []
         found = []
         for each in servers:
             held = _held(each, sums[each.name], expected, against, version)
             first = first or held.logprobs
-            far = max(abs(a - b) for a, b in zip(held.logprobs, first, strict=True))
-            if not far <= logprob_tolerance:
-                held.problems.append(f"logprobs differ from {servers[0].name}'s by up to {far:.3g}")
+            _compare(held, first, servers[0].name, logprob_tolerance)
             found.append(held)
     finally:
         for each in servers:
@@ -82,10 +87,23 @@ def verify(
         raise typer.Exit(1)
 
 
+def replica_checksums(server: HttpServer | SglangServer | VllmServer) -> Mapping[str, int | str]:
+    """What a server says by itself about its parameters."""
+    asked = getattr(server, "replica_checksums", server.checksums)
+    found: Mapping[str, int | str] = asked()
+    return found
+
+
+def _compare(held: Held, logprobs: list[float], whose: str, tolerance: float) -> None:
+    far = max(abs(a - b) for a, b in zip(held.logprobs, logprobs, strict=True))
+    if not far <= tolerance:
+        held.problems.append(f"logprobs differ from {whose}'s by up to {far:.3g}")
+
+
 def _held(
     server: HttpServer | SglangServer | VllmServer,
-    sums: dict[str, int],
-    expected: dict[str, int],
+    sums: Mapping[str, int | str],
+    expected: Mapping[str, int | str],
     against: str,
     version: str | None,
 ) -> Held:

@@ -7,13 +7,21 @@ version that no trainer ever gives out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import LayoutError, ServerError, ServerMismatchError, ServerRefusedError
+from ..errors import (
+    LayoutError,
+    ServerError,
+    ServerMismatchError,
+    ServerRefusedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+)
 from ..http import Http
 from ..layout import ServerLayout
 from ..plan import Bucket, Manifest
@@ -54,6 +62,8 @@ class SglangServer:
         self._manifest: Manifest | None = None
         self._timeout_s = timeout_s
         self._session_open = False
+        self._unheard = False
+        """A begin of ours was not answered: a server that wakes up may open that session yet."""
         self._touched = False
         self._token = ""
         self._taken: ServerRefusedError | None = None
@@ -137,8 +147,12 @@ class SglangServer:
         """Open a session. One that is there already is another trainer's: that one has paused the server and
         will resume it, so from here to the next try nothing of ours does."""
         self._taken = None
+        self._end_unheard()
         try:
             self.client.begin()
+        except (ServerTimeoutError, ServerUnreachableError):
+            self._unheard = True
+            raise
         except ServerRefusedError as err:
             if _TAKEN not in err.answer:
                 raise
@@ -236,6 +250,15 @@ class SglangServer:
             server=self.name,
         )
 
+    def replica_checksums(self) -> dict[str, str]:
+        """SGLang's own hash of each parameter of each TP rank, dequantized: equal on servers that hold the same, and
+        comparable with nothing else. Needs no loader of ours, and a GPU on the server."""
+        ranks = self.client.checker("checksum").get("ranks") or []
+        found = {f"{name}, rank {i}": str(v) for i, r in enumerate(ranks) for name, v in r["checksums"].items()}
+        if not found:
+            raise ServerMismatchError(f"{self.name} told no checksums of its parameters", server=self.name)
+        return found
+
     def _load_call(self, phase: str, data: dict[str, Any]) -> list[Report]:
         return self.loader.call(phase, data, timeout_s=self._timeout_s)
 
@@ -284,7 +307,14 @@ class SglangServer:
             self.client.set_version(incomplete(self._token))
             self._touched = True
 
+    def _end_unheard(self) -> None:
+        if self._unheard:
+            with contextlib.suppress(ServerRefusedError):  # there is none
+                self.client.end()
+            self._unheard = False
+
     def _end(self) -> None:
+        self._end_unheard()
         if self._session_open:
             self.client.end()
             self._session_open = False

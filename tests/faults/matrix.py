@@ -158,6 +158,8 @@ def _unusual_nccl(cell: Cell) -> tuple[str, ...]:
         return ("by verify",)
     if (cell.fault, cell.phase) == ("wrong version", "commit") and server:
         return ("committed",)  # it is asked again what it claims
+    if cell.phase == "begin" and (cell.fault, cell.party) in (("refuse", "server"), ("corrupt a byte", "trainer")):
+        return ("committed",)  # refused once: it is shown the plan again, and begins
     if cell.fault == "duplicate" and (server or not cell.in_bucket):
         return ("committed", "fenced") if server else ("committed",)
     return ()

@@ -129,8 +129,14 @@ class ZmqRig(Rig):
         started = [rollout.launch(FP8_QWEN3, seed=90 + i, wait=False) for i in range(2)]
         self.trainers = Trainers()
         self._dead: list[rollout.RunningServer] = []
-        for server in started:
-            server.wait_ready()
+        try:
+            for server in started:
+                server.wait_ready()
+        except BaseException:
+            self.trainers.close()
+            for server in started:
+                server.close()
+            raise
         self.good, self.bad = (Client(server, seed=90 + i) for i, server in enumerate(started))
         self._full = False
         self.line = HttpLine(self.bad.server.url)

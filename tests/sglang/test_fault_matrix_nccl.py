@@ -52,8 +52,14 @@ class SglangRig(Rig):
         model = model_folder(folder / "model", BF16)
         self.good, self.bad = (SglangProcess(VERSION, model, "--load-format", "dummy") for _ in range(2))
         self.trainers = Trainers()
-        for server in (self.good, self.bad):
-            server.wait_ready()
+        try:
+            for server in (self.good, self.bad):
+                server.wait_ready(timeout_s=350)
+        except BaseException:
+            self.good.close()
+            self.bad.close()
+            self.trainers.close()
+            raise
         self.line = HttpLine(self.bad.url)
         self.names = (self.good.url, self.line.url)
         settings = {"transport": "nccl", "group_backend": "gloo", "pause_mode": "abort", "senders": "first"}
@@ -147,10 +153,21 @@ class SglangRig(Rig):
         for server in (self.good, self.bad):
             self._wait_calm(server)
             claim = server.weight_version()
-            held = checksums(server.parameters(self._folder)) if claim.isdigit() else {}
+            held = checksums(self._parameters(server)) if claim.isdigit() else {}
             self.assert_true_claim(claim, held, {})
             _, _, version = server.generate(3)
             assert version == claim
+
+    def _parameters(self, server):
+        """Once the bridge has closed a session that it did not know to be open."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return server.parameters(self._folder)
+            except AssertionError as err:
+                if "already open" not in str(err) or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
 
     def _wait_calm(self, server):
         deadline = time.monotonic() + 60
