@@ -149,6 +149,9 @@ class Control:
         if self.lose == name:
             raise ServerTimeoutError(f"no answer to {name}")
 
+    def weight_version(self):
+        return "default"
+
     def begin(self):
         self._call("begin", True)
 
