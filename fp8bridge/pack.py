@@ -22,6 +22,15 @@ SLOTS = 2
 OVERSIZED = SLOTS
 """The slot of buckets that are one tensor larger than a bucket may be: two such are rarely neighbours, and memory
 stays at two buckets and the largest tensor."""
+_ALIGN = 256
+
+
+def _slot_sizes(nbytes: Sequence[int], bucket_nbytes: int) -> tuple[int, ...]:
+    """Of SLOTS slots and OVERSIZED, as far as buckets of these sizes need them."""
+    ordinary = sorted(n for n in nbytes if n <= bucket_nbytes)
+    large = max((n for n in nbytes if n > bucket_nbytes), default=0)
+    found = [max(ordinary) if i < len(ordinary) else 0 for i in range(SLOTS)]
+    return tuple(-(-n // _ALIGN) * _ALIGN for n in (*found, large))
 
 
 class Packer:
@@ -30,8 +39,8 @@ class Packer:
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._items = plan.items_by_bucket()
-        self._sizes = [b.nbytes for b in plan.manifest.buckets if b.owner == rank]
-        self._memories: dict[int, torch.Tensor] = {}
+        self._sizes = _slot_sizes([b.nbytes for b in plan.manifest.buckets if b.owner == rank], plan.bucket_nbytes)
+        self._storage: torch.Tensor | None = None
         self._occupants: dict[int, int] = {}
         self._placed = 0
         self._tables: dict[int, tuple[list[Item], PackTable, ChecksumTable]] = {}
@@ -41,7 +50,7 @@ class Packer:
     @property
     def extra_nbytes(self) -> int:
         """Memory of the slots."""
-        return sum(s.numel() for s in self._memories.values())
+        return 0 if self._storage is None else self._storage.numel()
 
     def begin(self) -> None:
         """A new update: every slot is free."""
@@ -58,12 +67,11 @@ class Packer:
         return slot, before
 
     def memory(self, bucket: Bucket, slot: int, device: torch.device) -> torch.Tensor:
-        """Flat uint8 memory of `bucket` in its slot, of its size."""
-        if slot not in self._memories:
-            oversized = slot == OVERSIZED
-            sizes = [n for n in self._sizes if (n > self._plan.bucket_nbytes) == oversized]
-            self._memories[slot] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-        return self._memories[slot][: bucket.nbytes]
+        """Flat uint8 memory of `bucket` in its slot, of its size. All slots are parts of one storage, so that it can
+        be shared with another process at once."""
+        if self._storage is None:
+            self._storage = torch.empty(sum(self._sizes), dtype=torch.uint8, device=device)
+        return self._storage.narrow(0, sum(self._sizes[:slot]), bucket.nbytes)
 
     def pack(self, bucket: Bucket, memory: torch.Tensor, matrices: Matrices) -> PackedBucket:
         """Fill `memory` with what `matrices` says is left to pack.

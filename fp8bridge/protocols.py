@@ -69,6 +69,9 @@ class Transport(Protocol):
     all_connect: bool
     """True: every rank calls `connect`; False: rank 0 alone."""
 
+    from_device: bool
+    """True: what is sent lies in memory of the device that the parameters are on."""
+
     failures: dict[str, BridgeError]
     """Server name -> what went wrong, since `open`."""
 

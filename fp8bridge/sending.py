@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from .config import BridgeConfig
 from .errors import BridgeError, RankError, TransportError, error_from_dict
 from .gather import Gather
 from .pack import Packer
-from .plan import Plan
+from .plan import Bucket, Plan
 from .protocols import PackedBucket, Transport
 from .ranks import Ranks, agree
 from .report import Stopwatch
@@ -122,11 +125,7 @@ class Sender:
             try:
                 bucket, memory = self._gather.bucket(round_index), None
                 if bucket is not None:
-                    slot, before = self._packer.reserve(bucket)
-                    if before in in_flight:
-                        self._wait(before, watch)
-                        in_flight.remove(before)
-                    memory = self._packer.memory(bucket, slot, self._gather.device)
+                    memory = self._place(bucket, in_flight, watch)
                 with watch.stage("gather"):
                     matrices = self._gather.round(round_index, memory)
                 if bucket is None or memory is None or error is not None:
@@ -148,13 +147,26 @@ class Sender:
         self, buckets: Iterator[PackedBucket], watch: Stopwatch, on_progress: Progress | None
     ) -> dict[str, Any]:
         in_flight: list[int] = []
+        self._packer.begin()
         self._sent = {}
         for packed in buckets:
             if len(in_flight) >= _IN_FLIGHT:
                 self._wait(in_flight.pop(0), watch)
+            if self._transport.from_device and packed.memory.device != self._gather.device:
+                memory = self._place(packed.bucket, in_flight, watch)
+                memory.copy_(packed.memory, non_blocking=True)
+                packed = replace(packed, memory=memory)
             self._send_one(packed, watch, on_progress)
             in_flight.append(packed.bucket.index)
         return self._acknowledged(in_flight, watch)
+
+    def _place(self, bucket: Bucket, in_flight: list[int], watch: Stopwatch) -> torch.Tensor:
+        """Memory for a bucket, once what was in it has been acknowledged."""
+        slot, before = self._packer.reserve(bucket)
+        if before is not None and before in in_flight:
+            self._wait(before, watch)
+            in_flight.remove(before)
+        return self._packer.memory(bucket, slot, self._gather.device)
 
     def _send_one(self, packed: PackedBucket, watch: Stopwatch, on_progress: Progress | None) -> None:
         with watch.stage("wire"):

@@ -1,9 +1,10 @@
 """What holds for every test: one torch thread, and memory that shouts when read before it is written."""
 
-import socket
 import sys
 
 import pytest
+
+from tests import ports
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,9 +24,4 @@ def torch_setup():
 def free_port():
     """Call it for a TCP port on loopback that nothing listens on."""
 
-    def find():
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            return s.getsockname()[1]
-
-    return find
+    return ports.free_port

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.kernels import quantize
 from fp8bridge.layout import ServerLayout
 from fp8bridge.types import TensorMeta
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,12 +129,11 @@ def checkpoint(folder, config, model):
 
 class Server:
     def __init__(self, folder, *more):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.url, self.folder = f"http://127.0.0.1:{self.port}", Path(folder)
         self.log = open(self.folder / f"sglang-{self.port}.log", "w")  # noqa: SIM115 - closed with the server
         words = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init"]
+        words += ["--nccl-port", str(free_port())]
         words += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
         words += ["--grammar-backend", "none", "--skip-server-warmup", "--mem-fraction-static", "0.5"]
         words += ["--max-total-tokens", "8192", "--max-running-requests", "8"]

@@ -1,12 +1,11 @@
 """Real Transformer Engine on a real GPU: a Megatron model with FP8 parameters, trained, then passed through."""
 
-import socket
-
 import pytest
 import torch
 
 import fp8bridge
 from fp8bridge.adapters.megatron import MegatronSource
+from tests.ports import free_port
 
 from .support import FP8_LAYOUT, ZmqThreadServer
 
@@ -40,9 +39,7 @@ def trainer():
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     ps.initialize_model_parallel(1, 1)

@@ -36,6 +36,7 @@ class NoServer:
 class NoTransport:
     multi_sender = True
     all_connect = False
+    from_device = False
 
     def __init__(self):
         self.failures = {}

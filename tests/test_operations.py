@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
+
+from tests.ports import free_port
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -43,10 +44,7 @@ def next_version(pair):
 def router(pair):
     """A real SGLang router in front of both servers."""
     pytest.importorskip("sglang_router", reason="sglang-router is not installed")
-    with socket.socket() as s, socket.socket() as t:
-        s.bind(("127.0.0.1", 0))
-        t.bind(("127.0.0.1", 0))
-        port, metrics_port = s.getsockname()[1], t.getsockname()[1]
+    port, metrics_port = free_port(), free_port()
     urls = [c.server.url for c in pair]
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
     process = subprocess.Popen(

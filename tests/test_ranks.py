@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections import Counter
 
@@ -12,16 +11,11 @@ import torch.multiprocessing as mp
 
 import fp8bridge
 from fp8bridge.errors import BridgeError
+from tests.ports import free_port
 
 from .support import FP8_LAYOUT, SplitSource, ZmqThreadServer, assert_same_bits, expected_wire, tiny_model
 
 RANKS = 3
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class BadSource(SplitSource):

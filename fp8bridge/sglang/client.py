@@ -1,13 +1,18 @@
-"""SGLang's HTTP endpoints for weights, one method each. Tested with 0.5.17 and 0.5.23."""
+"""A client of a stock SGLang server's weight endpoints, for threads and for asyncio."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from ..http import Http
-from ..plan import Bucket
+from ..http import AsyncHttp, Http
+from . import endpoints
+from .endpoints import Call
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TESTED = ((0, 5, 10), (0, 5, 23))
 """Oldest and newest version that this client is written for."""
@@ -24,92 +29,84 @@ def incomplete(token: str) -> str:
     return f"{INCOMPLETE}-{token[:8]}"
 
 
-class SglangClient:
+class _Endpoint(Generic[P, T]):
+    """A function of `endpoints` as a method: sent at once by the one client, to be awaited with the other."""
+
+    def __init__(self, make: Callable[P, Call[T]]) -> None:
+        self._make = make
+
+    @overload
+    def __get__(self, client: SglangClient, owner: Any = None) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncSglangClient, owner: Any = None) -> Callable[P, Awaitable[T]]: ...
+    @overload
+    def __get__(self, client: None, owner: Any = None) -> Callable[P, Call[T]]: ...
+    def __get__(self, client: Any, owner: Any = None) -> Any:
+        if client is None:
+            return self._make
+
+        @functools.wraps(self._make)
+        def method(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return client.send(self._make(*args, **kwargs))
+
+        return method
+
+
+class _Endpoints:
+    server_info = _Endpoint(endpoints.server_info)
+    weight_version = _Endpoint(endpoints.weight_version)
+    pause = _Endpoint(endpoints.pause)
+    resume = _Endpoint(endpoints.resume)
+    begin = _Endpoint(endpoints.begin)
+    end = _Endpoint(endpoints.end)
+    init_group = _Endpoint(endpoints.init_group)
+    destroy_group = _Endpoint(endpoints.destroy_group)
+    update_from_distributed = _Endpoint(endpoints.update_from_distributed)
+    update_from_tensor = _Endpoint(endpoints.update_from_tensor)
+    update_from_ipc = _Endpoint(endpoints.update_from_ipc)
+    set_version = _Endpoint(endpoints.set_version)
+    flush_cache = _Endpoint(endpoints.flush_cache)
+    checker = _Endpoint(endpoints.checker)
+    release_memory = _Endpoint(endpoints.release_memory)
+    resume_memory = _Endpoint(endpoints.resume_memory)
+
+
+class SglangClient(_Endpoints):
     """See `Http` for what is raised. Thread-safe. Every call is one request."""
 
     def __init__(self, http: Http) -> None:
         self.name = http.name
         self._http = http
 
-    def server_info(self) -> dict[str, Any]:
-        """Launch arguments (tp_size, pp_size, dp_size, model_path, ...) and `version`."""
-        return self._http.call("GET", "/server_info")
-
-    def weight_version(self) -> str | None:
-        version = self._http.call("GET", "/model_info").get("weight_version")
-        return None if version is None else str(version)
-
-    def pause(self, mode: str) -> None:
-        self._http.call("POST", "/pause_generation", {"mode": mode})
-
-    def resume(self, *, timeout_s: float) -> None:
-        self._http.call("POST", "/continue_generation", {"torch_empty_cache": False}, timeout_s=timeout_s)
-
-    def begin(self) -> None:
-        self._http.call("POST", "/begin_weight_update", {"selector": "all"})
-
-    def end(self) -> None:
-        """Process the weights after loading, and close the session."""
-        self._http.call("POST", "/end_weight_update", {})
-
-    def init_group(
-        self, *, host: str, port: int, rank_offset: int, world_size: int, group: str, backend: str, timeout_s: float
-    ) -> None:
-        """Blocks until every rank of the group has come."""
-        body = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": backend,
-        }
-        self._http.call("POST", "/init_weights_update_group", body, timeout_s=timeout_s)
-
-    def destroy_group(self, group: str, *, timeout_s: float) -> None:
-        self._http.call("POST", "/destroy_weights_update_group", {"group_name": group}, timeout_s=timeout_s)
-
-    def update_from_distributed(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
-        """Receive one broadcast of the bucket's bytes from rank 0 of the group, and load it.
-
-        The caches are left alone (flushed once, after all buckets) and so is the version.
-        """
-        entries = [e for e in bucket.entries if e.nbytes]
-        body = {
-            "names": [e.name for e in entries],
-            "dtypes": [e.dtype for e in entries],
-            "shapes": [list(e.shape) for e in entries],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        self._http.call("POST", "/update_weights_from_distributed", body, timeout_s=timeout_s)
-
-    def update_from_tensor(self, payloads: Sequence[str], load_format: str, *, timeout_s: float | None) -> None:
-        """`payloads`: one for each TP rank, in SGLang's own serialization (`payload.py`)."""
-        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
-        self._http.call("POST", "/update_weights_from_tensor", body, timeout_s=timeout_s)
-
-    def set_version(self, version: str) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        self._http.call("POST", "/update_weight_version", body)
-
-    def flush_cache(self, *, timeout_s: float) -> None:
-        """Waits for the server to be idle, at most that long."""
-        self._http.call("POST", f"/flush_cache?timeout={timeout_s:g}")
-
-    def checker(self, action: str) -> dict[str, Any]:
-        return self._http.call("POST", "/weights_checker", {"action": action})
-
-    def release_memory(self, tags: Sequence[str]) -> None:
-        """Needs a server with --enable-memory-saver; released weights come back as garbage."""
-        self._http.call("POST", "/release_memory_occupation", {"tags": list(tags)})
-
-    def resume_memory(self, tags: Sequence[str]) -> None:
-        self._http.call("POST", "/resume_memory_occupation", {"tags": list(tags)})
+    def send(self, call: Call[T]) -> T:
+        return call.read(self._http.call(call.method, call.path, call.body, timeout_s=call.timeout_s))
 
     def close(self) -> None:
         self._http.close()
+
+
+class AsyncSglangClient(_Endpoints):
+    """The same for asyncio: every method is to be awaited. Raises what `SglangClient` does.
+
+    async with AsyncSglangClient(AsyncHttp("http://rollout-0:30000", timeout_s=60)) as client:
+        await client.pause("retract")
+    """
+
+    def __init__(self, http: AsyncHttp) -> None:
+        self.name = http.name
+        self._http = http
+
+    async def send(self, call: Call[T]) -> T:
+        return call.read(await self._http.call(call.method, call.path, call.body, timeout_s=call.timeout_s))
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def __aenter__(self) -> AsyncSglangClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
 
 
 def version_of(text: str) -> tuple[int, ...]:

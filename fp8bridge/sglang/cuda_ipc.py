@@ -31,6 +31,12 @@ def export(memory: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def whole(memory: torch.Tensor) -> torch.Tensor:
+    """All of the uint8 memory that a bucket is a part of."""
+    found = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return found.set_(memory.untyped_storage())
+
+
 def open_export(data: dict[str, Any]) -> torch.Tensor:
     """The tensor, as a view of the other process's memory. RuntimeError if its GPU is not visible here."""
     from torch.multiprocessing import reductions

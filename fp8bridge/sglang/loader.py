@@ -73,10 +73,10 @@ class _State:
     copies: dict[int, list[Copy]] = field(default_factory=dict)
     places: tuple[int, ...] = ()
     scatters: dict[int, tuple[BoundUnpack, list[Copy]]] = field(default_factory=dict)
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The trainer's GPU memory, by its own address."""
+    shared: torch.Tensor | None = None
+    """GPU memory of a trainer's, in which its buckets lie."""
     trainer: str = ""
-    """Whose slots they are."""
+    """Which one's."""
 
 
 _state = _State()
@@ -125,19 +125,19 @@ def _load(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     return {"way": "replay" if replay else "load_weights"}
 
 
-def _load_slot(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
+def _load_shared(model: Any, rank: int, data: dict[str, Any]) -> dict[str, Any]:
     """One bucket, from the trainer's own GPU memory."""
-    manifest, slot = _expect(data), data["slot"]
+    manifest = _expect(data)
     if data["trainer"] != _state.trainer:
         # Memory stays taken as long as it is mapped here, also that of a trainer that is gone.
-        _state.trainer, _state.slots = data["trainer"], {}
+        _state.trainer, _state.shared = data["trainer"], None
     if data["export"] is not None:
-        _state.slots[slot] = open_export(data["export"])
-    if slot not in _state.slots:
-        raise RuntimeError("a slot that was not exported to this process; the server was restarted: admit it again")
+        _state.shared = open_export(data["export"])
+    if _state.shared is None:
+        raise RuntimeError("memory that was not exported to this process; the server was restarted: admit it again")
     bucket, replay = manifest.buckets[data["index"]], _can_replay(data)
     with torch.no_grad():
-        _load_bucket(model, bucket, _state.slots[slot][: bucket.nbytes], replay=replay)
+        _load_bucket(model, bucket, _state.shared.narrow(0, data["offset"], bucket.nbytes), replay=replay)
     torch.cuda.synchronize()
     return {"way": "replay" if replay else "load_weights"}
 
@@ -338,7 +338,7 @@ _PHASES = {
     "rehearse": _rehearse,
     "pull": _pull,
     "load": _load,
-    "load_slot": _load_slot,
+    "load_shared": _load_shared,
     "drop": _drop,
     "checksums": _checksums,
     "share": _share,

@@ -31,7 +31,7 @@ class PullingSglangServer(SglangServer):
         self._folder = str(reports[0].data["folder"])
 
     def commit(self, token: str, version: str) -> float | None:
-        self._disclaim()
+        self.disclaim()
         body = {"manifest_hash": self._hash, "folder": self._folder, "replay": self.replay}
         start = time.perf_counter()
         reports = self.loader.call("load", body, timeout_s=self._timeout_s)

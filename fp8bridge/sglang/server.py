@@ -44,6 +44,7 @@ class SglangServer:
 
     replay: load by the copies that the rehearsal saw, where they are the whole load. load_way: which way
     the last load went. held: whoever made it pauses and resumes the server, so that no rehearsal does.
+    sessions_wanted: False for a way of loading that itself processes the weights, as the end of a session would.
 
     Raises ServerMismatchError for what no update can be sent to: pipeline parallel servers and replicas
     behind one port (dp_size), whose ranks SGLang's own update groups do not cover.
@@ -58,6 +59,7 @@ class SglangServer:
         self._host = host
         self.replay = True
         self.held = False
+        self.sessions_wanted = True
         self.load_way = "load_weights"
         self._manifest: Manifest | None = None
         self._timeout_s = timeout_s
@@ -177,37 +179,45 @@ class SglangServer:
     def begin(self, token: str, manifest_hash: str, *, lease_s: float) -> None:
         self._touched = False
         self._token = token
-        if self.has_sessions:
+        self._session_open = False
+        if self.has_sessions and self.sessions_wanted:
             self._begin()
-        self._session_open = self.has_sessions
+            self._session_open = True
 
     def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
         """The transport makes a request for each bucket itself, together with its broadcast."""
 
+    def disclaim(self) -> None:
+        """Before the first byte of the old version is overwritten: whoever dies from now on, no one believes
+        that it is there."""
+        if not self._touched:
+            self.client.set_version(incomplete(self._token))
+            self._touched = True
+
     def load_bucket(self, bucket: Bucket, group: str, *, timeout_s: float) -> None:
         """Receive and load one bucket, from the transport's group. From here on the old version is gone."""
-        self._disclaim()
+        self.disclaim()
         self.client.update_from_distributed(bucket, group, timeout_s=timeout_s)
 
-    def load_slot(
+    def load_shared(
         self,
         bucket: Bucket,
         manifest_hash: str,
-        slot: int,
+        offset: int,
         exported: dict[str, Any] | None,
         *,
         trainer: str,
         timeout_s: float,
     ) -> None:
-        """Load a bucket that lies in the trainer's GPU memory `slot`; `exported`: what that is, the first time.
-        A new `trainer` makes the server let go of another one's slots.
+        """Load a bucket that begins at `offset` of the trainer's GPU memory; `exported`: that memory, the first time.
+        A new `trainer` makes the server let go of another one's.
 
         Returns when the server's device has read it.
         """
-        self._disclaim()
-        body = {"manifest_hash": manifest_hash, "index": bucket.index, "slot": slot, "export": exported}
+        self.disclaim()
+        body = {"manifest_hash": manifest_hash, "index": bucket.index, "offset": offset, "export": exported}
         body |= {"trainer": trainer, "replay": self.replay}
-        reports = self.loader.call("load_slot", body, timeout_s=timeout_s)
+        reports = self.loader.call("load_shared", body, timeout_s=timeout_s)
         self.load_way = str(reports[0].data["way"])
 
     def commit(self, token: str, version: str) -> float | None:
@@ -299,13 +309,6 @@ class SglangServer:
         self.client.close()
 
     # --- inside
-
-    def _disclaim(self) -> None:
-        """Before the first byte of the old version is overwritten: whoever dies from now on, no one believes
-        that it is there."""
-        if not self._touched:
-            self.client.set_version(incomplete(self._token))
-            self._touched = True
 
     def _end_unheard(self) -> None:
         if self._unheard:

@@ -147,6 +147,7 @@ class LoopbackTransport:
 
     multi_sender = False
     all_connect = False
+    from_device = False
 
     def __init__(self, servers: Sequence[RolloutServer]) -> None:
         self._servers: dict[str, Any] = {}

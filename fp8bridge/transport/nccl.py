@@ -41,6 +41,7 @@ class NcclTransport:
 
     multi_sender = True
     all_connect = True
+    from_device = True
 
     def __init__(self, servers: Sequence[RolloutServer], config: BridgeConfig, targets: Sequence[Target] = ()) -> None:
         self.failures: dict[str, BridgeError] = {}

@@ -59,6 +59,7 @@ class ZmqTransport:
 
     multi_sender = True
     all_connect = False
+    from_device = False
 
     def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
         self._keys = keys

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import torch.multiprocessing as mp
 
 from fp8bridge.adapters.areal import BridgeUpdates
 from fp8bridge.errors import RankError
+from tests.ports import free_port
 
 
 class Engine(BridgeUpdates):
@@ -42,9 +42,7 @@ def run(rank, port, folder):
 
 @pytest.mark.timeout(60)
 def test_a_pause_that_fails_on_rank_0_is_an_error_on_both(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.start_processes(run, args=(port, tmp_path), nprocs=2, start_method="spawn")
     assert (tmp_path / "0").read_text() == "OSError: no answer"
     assert "trainer rank 0 failed in pause_generation: OSError: no answer" in (tmp_path / "1").read_text()

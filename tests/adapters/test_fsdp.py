@@ -1,11 +1,10 @@
 """DTensors, as FSDP2 leaves them, and exporters: the server holds what the whole tensors quantize to."""
 
-import socket
-
 import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.ports import free_port
 from tests.support import assert_same_bits, expected_wire
 
 from . import fsdp_world
@@ -14,9 +13,7 @@ from . import fsdp_world
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("fsdp") / "found.pt"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.start_processes(fsdp_world.run, args=(port, str(path)), nprocs=fsdp_world.WORLD, start_method="spawn")
     return torch.load(path, weights_only=False)
 

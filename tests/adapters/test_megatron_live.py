@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8bridge.adapters.megatron_layout import megatron_shards
+from tests.ports import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
 
@@ -15,11 +16,7 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Every scenario, played once by four processes; spawn raises what a rank raised."""
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     path = tmp_path_factory.mktemp("worlds") / "found.pt"
     torch.multiprocessing.spawn(worlds.run, (port, str(path)), nprocs=worlds.WORLD)
     return torch.load(path, weights_only=False)

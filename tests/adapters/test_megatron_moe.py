@@ -1,12 +1,12 @@
 """Live Megatron models with experts, MLA, MTP: whatever the layout, the server holds the one-process model."""
 
 import json
-import socket
 
 import pytest
 import torch
 
 from fp8bridge.adapters.megatron_layout import megatron_shards
+from tests.ports import free_port
 from tests.support import assert_same_bits, expected_wire
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     path = tmp_path_factory.mktemp("moe") / "found.pt"
     torch.multiprocessing.spawn(moe_worlds.run, (port, str(path)), nprocs=moe_worlds.WORLD)
     return torch.load(path, weights_only=False)

@@ -1,7 +1,6 @@
 """Transformer Engine's FP8 parameters reach a server as the trainer has them, bit for bit."""
 
 import re
-import socket
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch.multiprocessing as mp
 from fp8bridge import Shard, TensorMeta
 from fp8bridge.adapters.transformer_engine import pass_through, why_not_as_is
 from fp8bridge.kernels import reference
+from tests.ports import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
 
@@ -21,9 +21,7 @@ needs_te = pytest.mark.skipif(not te_stub.TE_DIR.is_dir(), reason="no Transforme
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     path = tmp_path_factory.mktemp("te") / "found.pt"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.start_processes(te_world.run, args=(port, str(path)), nprocs=te_world.WORLD, start_method="spawn")
     return torch.load(path, weights_only=False)
 

@@ -1,7 +1,6 @@
 """Hugging Face folders into Megatron models and back: bytes where bytes can be kept, the stated rule elsewhere."""
 
 import json
-import socket
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from fp8bridge import ServerLayout
 from fp8bridge.adapters.megatron_layout import megatron_shards
 from fp8bridge.kernels import reference
+from tests.ports import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
 
@@ -108,9 +108,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.start_processes(world.run, args=(port, str(folder)), nprocs=world.WORLD, start_method="spawn")
     return torch.load(folder / "found.pt", weights_only=False)
 

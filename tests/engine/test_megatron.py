@@ -1,6 +1,5 @@
 """The config on Megatron-Core's real config classes, and what Transformer Engine and the optimizer make of it."""
 
-import socket
 import warnings
 
 import pytest
@@ -10,6 +9,7 @@ import torch.multiprocessing as mp
 from fp8bridge.engine import Environment, FP8EngineConfig, apply_to_megatron, bytes_per_parameter
 from fp8bridge.engine.megatron import megatron_fields
 from fp8bridge.errors import ConfigError
+from tests.ports import free_port
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; see README, Install")
 
@@ -35,9 +35,7 @@ def configs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory):
     path = tmp_path_factory.mktemp("memory") / "found.pt"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.spawn(worlds.memory, (port, str(path)))
     return torch.load(path, weights_only=False)
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import fp8bridge
 from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.sglang import payload
+from tests.ports import free_port
 from tests.support import expected_wire
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,8 @@ class SglangProcess:
         self.log = open(self.folder / f"sglang-{self.port}.log", "w")  # noqa: SIM115 - closed with the server
         python = ENVIRONMENTS / version / "bin" / "python"
         words = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(self.port)]
+        # Its own choice may be taken by a connection before it listens there.
+        words += ["--nccl-port", str(free_port())]
         self.process = subprocess.Popen(
             [python, ROOT / "scripts/sglang_cpu/launch.py", *words, "--custom-weight-loader", LOADER, DUMP, *more],
             stdout=self.log,
@@ -198,12 +200,6 @@ def descendants(pid):
             if parent == pid:
                 found += [child, *descendants(child)]
     return found
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def model_folder(folder, config, tensors=None):
