@@ -23,6 +23,7 @@ from fp8bridge.kernels import quantize
 from fp8bridge.layout import ServerLayout
 from fp8bridge.types import TensorMeta
 from tests.ports import free_port
+from tests.support import SplitSource, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,7 +129,7 @@ def checkpoint(folder, config, model):
 
 
 class Server:
-    def __init__(self, folder, *more):
+    def __init__(self, folder, *more, loader=True):
         self.port = free_port()
         self.url, self.folder = f"http://127.0.0.1:{self.port}", Path(folder)
         self.log = open(self.folder / f"sglang-{self.port}.log", "w")  # noqa: SIM115 - closed with the server
@@ -137,8 +138,9 @@ class Server:
         words += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
         words += ["--grammar-backend", "none", "--skip-server-warmup", "--mem-fraction-static", "0.5"]
         words += ["--max-total-tokens", "8192", "--max-running-requests", "8"]
+        words += ["--custom-weight-loader", LOADER] if loader else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *words, "--custom-weight-loader", LOADER, *more],
+            [sys.executable, "-m", "sglang.launch_server", *words, *more],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "HF_HUB_OFFLINE": "1"},
@@ -253,3 +255,98 @@ def test_tokens_and_logprobs_are_those_of_a_restarted_server(servers, kind, tran
         "stages": stages,
         "paused_s": report.paused_s,
     }
+
+
+@pytest.mark.parametrize("transport", ["nccl", "zmq", "ipc"])
+def test_a_version_kept_in_host_memory_goes_back_over_every_transport(servers, transport):
+    server, fresh = servers["dense a"], servers["dense fresh"].generate()
+    current = {n: t.clone() for n, t in weights(DENSE, 1).items()}
+    with connect([server], current, DENSE, transport, keep_last=2) as bridge:
+        first = next(VERSION)
+        bridge.update_weights(version=first)
+        for name, tensor in weights(DENSE, 2).items():
+            current[name].copy_(tensor)
+        bridge.update_weights(version=next(VERSION))
+        assert server.generate()[0] != fresh[0]
+        assert bridge.rollback(first).version == first
+        bridge.verify()
+    assert server.generate() == fresh
+
+
+@pytest.fixture(scope="module")
+def lean(tmp_path_factory):
+    """One server without our loader, which can give its memory back."""
+    folder = checkpoint(tmp_path_factory.mktemp("lean"), DENSE, weights(DENSE, 1))
+    server = Server(folder, "--load-format", "dummy", "--enable-memory-saver", loader=False)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("checkpoint_engine") is None, reason="no checkpoint-engine here")
+def test_checkpoint_engines_endpoint_takes_the_same_bytes(servers, lean):
+    fresh, model = servers["dense fresh"].generate(), weights(DENSE, 1)
+    current = {n: t.clone() for n, t in weights(DENSE, 2).items()}
+    with connect([lean], current, DENSE, "ipc") as bridge:
+        bridge.update_weights(version=next(VERSION))
+        assert lean.generate()[0] != fresh[0]
+        seconds = []
+        for _ in range(4):
+            for name, tensor in current.items():
+                tensor.copy_(model[name])
+            seconds.append(bridge.update_weights(version=next(VERSION)).seconds)
+    assert lean.generate() == fresh
+    assert lean.checker()["ranks"] == servers["dense fresh"].checker()["ranks"]
+    FIGURES["dense ipc checkpoint-engine"] = {"seconds": seconds, "best_s": min(seconds)}
+
+
+@pytest.mark.parametrize("loader", [True, False], ids=["loader", "checkpoint-engine"])
+def test_a_server_that_gave_its_memory_back_is_filled_again(servers, lean, tmp_path, loader):
+    """The colocated loop: generate, release, train, resume the weights, update, resume the cache, generate."""
+    from fp8bridge.http import Http
+    from fp8bridge.sglang.client import SglangClient
+
+    if not loader and importlib.util.find_spec("checkpoint_engine") is None:
+        pytest.skip("no checkpoint-engine here")
+    folder, fresh = lean.folder, servers["dense fresh"].generate()
+    server = Server(folder, "--load-format", "dummy", "--enable-memory-saver").wait_ready() if loader else lean
+    client = SglangClient(Http(server.url, timeout_s=60))
+    try:
+        with connect([server], weights(DENSE, 1), DENSE, "ipc") as bridge:
+            for _ in range(3):
+                before = torch.cuda.mem_get_info()[0]
+                client.release_memory(["kv_cache", "weights"])
+                given_back = torch.cuda.mem_get_info()[0] - before
+                client.resume_memory(["weights"])
+                bridge.update_weights(version=next(VERSION))
+                client.resume_memory(["kv_cache"])
+                assert given_back > 80e6, "at least its weights"
+                assert server.generate() == fresh
+    finally:
+        client.close()
+        if loader:
+            server.close()
+
+
+@pytest.mark.parametrize("senders", ["all", "first"])
+def test_two_trainer_ranks_send_over_nccl(servers, senders, monkeypatch):
+    """Each has random rectangles of the model, and where all send a group of its own with the server."""
+    server, fresh, number = servers["dense b"], servers["dense fresh"].generate(), next(VERSION)
+    model = {name: tensor.cpu() for name, tensor in weights(DENSE, 1).items()}
+
+    def work(rank):
+        source = SplitSource(model, rank, 2)
+        source.hf_config = DENSE
+        source._params = {name: tensor.cuda() for name, tensor in source._params.items()}
+        settings = {"transport": "nccl", "pause_mode": "abort", "bucket_nbytes": 16 << 20, "senders": senders}
+        with fp8bridge.connect(source, [server.url], **settings) as bridge:
+            return bridge.update_weights(version=number).seconds, len(bridge.plan.owners)
+
+    answers = run_ranks(2, work, monkeypatch)
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    assert {owners for _, owners in answers} == {2 if senders == "all" else 1}
+    assert server.generate() == fresh
+    FIGURES[f"dense nccl, two trainer ranks, {senders} send"] = {"seconds": [seconds for seconds, _ in answers]}

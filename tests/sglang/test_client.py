@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +182,19 @@ def test_servers_are_asked_at_once_and_a_cancelled_call_ends(server):
     together, version = asyncio.run(run())
     assert together < 0.9, "four calls of 0.3 s each"
     assert version == "9"
+
+
+def test_the_documented_way_to_pause_many_servers():
+    text = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "async def pause_all" in c]
+    found = {}
+    exec(code, found)
+    servers = [Scripted() for _ in range(3)]
+    for server in servers:
+        server.answers["/pause_generation"] = (200, {"success": True})
+    asyncio.run(found["pause_all"]([s.url for s in servers]))
+    for server in servers:
+        assert [(path, json.loads(body)) for path, _, body in server.seen] == [
+            ("/pause_generation", {"mode": "abort"})
+        ]
+        server.close()

@@ -1,5 +1,6 @@
 """Updates of real SGLang servers, of both generations of its API, over a broadcast and over ZMQ."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from fp8bridge.adapters.state_dict import StateDictSource
 from fp8bridge.cli.app import main
 from fp8bridge.cli.identity import identity_update
 from fp8bridge.errors import ServerMismatchError, ServerRefusedError
+from fp8bridge.http import AsyncHttp, Http
+from fp8bridge.sglang.client import AsyncSglangClient, SglangClient
 from tests.support import assert_same_bits
 
 from . import rig
@@ -430,3 +433,31 @@ def test_a_server_that_stalls_is_named_in_time_and_lives_when_it_wakes(servers, 
         bridge.admit(slow.url)
         assert slow.weight_version() == str(number)
         assert bridge.verify().keys() == {good.url, slow.url}
+
+
+def test_asyncio_speaks_to_servers_of_both_versions_at_once(servers):
+    async def run():
+        clients = [AsyncSglangClient(AsyncHttp(servers[v].url, timeout_s=20)) for v in VERSIONS]
+        try:
+            facts = await asyncio.gather(*(c.server_info() for c in clients))
+            await asyncio.gather(*(c.pause("abort") for c in clients))
+            begun = await asyncio.gather(*(c.begin() for c in clients), return_exceptions=True)
+            await clients[0].end()
+            await asyncio.gather(*(c.resume(timeout_s=20) for c in clients))
+            return [f["version"] for f in facts], begun
+        finally:
+            await asyncio.gather(*(c.close() for c in clients))
+
+    found, (with_sessions, without) = asyncio.run(run())
+    assert found == list(VERSIONS)
+    assert with_sessions is None
+    assert (type(without), without.status) == (ServerRefusedError, 404)
+    assert not any(servers[v].paused() for v in VERSIONS)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_server_without_checkpoint_engine_says_so_in_the_words_that_we_look_for(servers, version):
+    client = SglangClient(Http(servers[version].url, timeout_s=20))
+    with pytest.raises(ServerRefusedError, match="checkpoint-engine is not installed"):
+        client.update_from_ipc({"GPU-0": "ipc:///nowhere"}, timeout_s=20)
+    client.close()
