@@ -19,6 +19,8 @@ TRANSPORTS = ("zmq", "nccl", "ipc", "loopback")
 PAUSE_MODES = ("retract", "abort", "in_place")
 
 MIB = 1 << 20
+MAX_STREAMS = 16
+"""Connections of one server to one sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ class BridgeConfig:
 
     senders: Literal["all", "first"] = "all"
     """`all`: each trainer rank sends a share of the bytes. `first`: rank 0 sends everything."""
+
+    streams: int = 2
+    """Connections over which a server is fed, of all sending ranks together, at least (zmq): one does not fill
+    a fast network. 1 to 16."""
 
     allow_cast: bool = False
     """Permit unquantized tensors to change dtype on the way (an fp32 norm into a bf16 server). The
@@ -107,6 +113,9 @@ class BridgeConfig:
             _one_of("rule", self.rule, RULES)
         _positive_int("bucket_nbytes", self.bucket_nbytes)
         _positive_int("min_healthy", self.min_healthy)
+        _positive_int("streams", self.streams)
+        if self.streams > MAX_STREAMS:
+            raise ConfigError(f"streams must be 1 to {MAX_STREAMS}, got {self.streams}")
         if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
             raise ConfigError(f"keep_last must be 0 or a positive integer, got {self.keep_last!r}")
         if self.metrics_port is not None and (

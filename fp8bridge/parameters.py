@@ -2,7 +2,8 @@
 
 Most trainers keep a parameter where it is and change its values. What the stages made for such parameters
 (tables of addresses on the GPU) is then good for the next update, and nothing is done by the tensor again:
-`refresh` compares where all of them lie, and `epoch` grows when one has moved. Addresses are all that is
+`refresh` compares where all of them lie, and `epoch` grows when one has moved. It goes part by part, so that a GPU
+looks for NaN in one part while the next is compared. Addresses are all that is
 remembered, never a tensor: a trainer may free or offload its weights between updates.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +29,27 @@ _FORM: tuple[Callable[[torch.Tensor], object], ...] = (
     operator.attrgetter("dtype"),
 )
 """Equal before and after: the same place in memory, seen in the same way."""
+_PART = 2048
+"""Parameters that are compared, and then looked into, at a time."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some of the parameters. places: `_FORM` of each that is there; missing: the others, by position.
+
+    scanned: shards that lie where they did as long as the places are the same. scan: made for them, where it can be
+    used again; flags: what it saw in this update, or None.
+    """
+
+    places: list[list[Any]]
+    missing: list[int]
+    scanned: list[Shard]
+    scan: Scan | None = None
+    flags: torch.Tensor | None = None
+
+    def is_still(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        present, missing = _sorted_out(tensors)
+        return self.missing == missing and _same(self.places, present)
 
 
 class Parameters:
@@ -42,11 +65,8 @@ class Parameters:
         self._mine = mine
         self._planned = {s.param: _form(source.read(s.param)) for _, s in mine}
         self._keys = list(self._planned)
-        self._missing: list[int] = []
-        self._places: list[list[Any]] | None = None
+        self._parts: list[_Part] | None = None
         self._lasting: set[str] = set()
-        self._scan: Scan | None = None
-        self._scanned: list[tuple[Item, Shard]] = []
         self._read_anew: list[tuple[Item, Shard]] = []
 
     def refresh(self) -> None:
@@ -59,22 +79,35 @@ class Parameters:
             before_read()
         live = getattr(self._source, "live", None)
         tensors = live(self._keys) if live is not None else [None] * len(self._keys)
-        present = [t for t in tensors if t is not None]
-        missing = [i for i, t in enumerate(tensors) if t is None]
-        if self._places is not None and self._missing == missing and _same(self._places, present):
-            return
+        if self._parts is None or not all(map(self._is_still, self._parts, _in_parts(tensors))):
+            self._start_anew(tensors)
+
+    @staticmethod
+    def _is_still(part: _Part, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Also sets a GPU to work on it: its memory was there a moment ago."""
+        still = part.is_still(tensors)
+        part.flags = part.scan.flags() if still and part.scan is not None else None
+        return still
+
+    def _start_anew(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self.epoch += 1
-        self._scan, self._missing = None, missing
-        self._places = [list(map(see, present)) for see in _FORM]
-        self._lasting = set(self._keys)
+        self._parts, self._lasting = None, set(self._keys)
         held = dict(zip(self._keys, tensors, strict=True))
         for _, shard in self._mine:
             if not _same_memory(self.box(shard), held[shard.param]):
                 self._lasting.discard(shard.param)
-        self._scanned = [pair for pair in self._mine if pair[1].param in self._lasting]
+        shards: dict[str, list[Shard]] = {}
+        for _, shard in self._mine:
+            shards.setdefault(shard.param, []).append(shard)
         self._read_anew = [pair for pair in self._mine if pair[1].param not in self._lasting]
-        if self._scanned:
-            self.device = self.box(self._scanned[0][1]).device
+        parts = []
+        for keys, mine in zip(_in_parts(self._keys), _in_parts(tensors), strict=True):
+            present, missing = _sorted_out(mine)
+            lasting = [shard for key in keys if key in self._lasting for shard in shards[key]]
+            parts.append(_Part([list(map(see, present)) for see in _FORM], missing, lasting))
+            if lasting:
+                self.device = self.box(lasting[0]).device
+        self._parts = parts
 
     def lasts(self, shards: Iterable[Shard]) -> bool:
         """Whether boxes of all these lie where they did, as long as `epoch` is the same."""
@@ -112,18 +145,23 @@ class Parameters:
             self._check_powers_of_two(scales)
 
     def _nonfinite(self) -> Shard | None:
-        """The first bad one of all shards. Those that last are looked at in one launch."""
+        """The first bad one of all shards. Those that last are looked at in a launch for each part."""
         if self._read_anew:
             boxes = [self.box(shard) for _, shard in self._read_anew]
             self.device = boxes[0].device
             if index := _first(Scan(boxes).flags()):
                 return self._read_anew[index - 1][1]
-        if not self._scanned:
+        used = [part for part in self._parts or () if part.scanned]
+        for part in used:
+            if part.flags is None:
+                scan = Scan([self.box(shard) for shard in part.scanned])
+                part.scan, part.flags = None if scan.keeps_alive else scan, scan.flags()
+        flags = [part.flags for part in used if part.flags is not None]
+        for part in used:
+            part.flags = None
+        if not flags or not (index := _first(torch.cat(flags))):
             return None
-        scan = self._scan or Scan([self.box(shard) for _, shard in self._scanned])
-        self._scan = None if scan.keeps_alive else scan
-        index = _first(scan.flags())
-        return self._scanned[index - 1][1] if index else None
+        return [shard for part in used for shard in part.scanned][index - 1]
 
     def _check_powers_of_two(self, scales: Sequence[Shard]) -> None:
         if not scales:
@@ -141,6 +179,18 @@ class Parameters:
 def unit_columns(box: torch.Tensor) -> torch.Tensor:
     """Kernels want column stride 1; a transposed parameter is copied."""
     return box if box.stride(-1) == 1 or box.shape[-1] <= 1 else box.contiguous()
+
+
+T = TypeVar("T")
+
+
+def _in_parts(values: Sequence[T]) -> list[Sequence[T]]:
+    return [values[at : at + _PART] for at in range(0, len(values), _PART)]
+
+
+def _sorted_out(tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[int]]:
+    """Those that are there, and where one is not."""
+    return [t for t in tensors if t is not None], [i for i, t in enumerate(tensors) if t is None]
 
 
 def _same(places: list[list[Any]], tensors: Sequence[torch.Tensor]) -> bool:

@@ -6,14 +6,18 @@ only a trainer that the server was told of (over its own HTTP API) can send it a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import zmq
 
+from .config import MAX_STREAMS
 from .errors import BridgeError, TransportError, WireError
 from .keys import split_key
 from .plan import Bucket
@@ -36,6 +40,11 @@ CREDITS = 2
 """Buckets a sender may have in flight to this server: one arriving, one being checked."""
 
 _TICK_MS = 200
+_THREADS = 4
+"""That receive at once, however many connections there are."""
+
+_Expected = dict[zmq.Socket[bytes], list[int]]
+"""Connection -> the buckets that will come over it, in order."""
 
 
 class Receiver:
@@ -43,7 +52,7 @@ class Receiver:
 
     name: how this server is called in the senders' errors (its URL).
     should_stop: polled several times a second; True makes `pull` give up (session aborted).
-    on_alive: called whenever a sender is heard, for leases.
+    on_alive: called whenever a sender is heard, for leases; by several threads, as `memory` is.
     memory: (bucket index, nbytes) -> where a bucket is received into, a writable flat uint8 array. None: new
         memory for each, of which its tensors are views.
     trainer_key: public CURVE key (Z85) that every sender must have; None: any, also none.
@@ -66,7 +75,10 @@ class Receiver:
         self._should_stop = should_stop
         self._on_alive = on_alive
         self.load_s = 0.0
-        """Seconds spent on checking and staging what arrived."""
+        """Seconds spent on checking and staging what arrived, of all threads together."""
+        self._lock = threading.Lock()
+        self._broken: BaseException | None = None
+        self._heard = 0.0
 
     def pull(self, endpoints: Sequence[str], session: str, manifest_hash: str, *, timeout_s: float) -> int:
         """Receive every bucket, acknowledge each, return the bytes received. Blocks.
@@ -76,15 +88,18 @@ class Receiver:
         that gave up), WireError and ChecksumError; the senders are told why before it raises.
         """
         self._header_nbytes = max_header_nbytes(self._weights.longest_list)
-        context = zmq.Context()
+        context = zmq.Context(io_threads=_THREADS)
         sockets: list[zmq.Socket[bytes]] = []
         try:
-            hello = Hello(session, manifest_hash, self._name, CREDITS)
-            expected: dict[zmq.Socket[bytes], list[int]] = {}
+            hello = Hello(session, manifest_hash, self._name, CREDITS, 0)
+            expected: _Expected = {}
             for endpoint in [*endpoints[1:], endpoints[0]]:
-                socket = self._connect(context, endpoint)
-                sockets.append(socket)
-                expected[socket] = self._greet(socket, endpoint, hello, timeout_s)
+                stream, streams = 0, 1
+                while stream < streams:
+                    sockets.append(self._connect(context, endpoint))
+                    welcome = self._greet(sockets[-1], endpoint, replace(hello, stream=stream), timeout_s)
+                    expected[sockets[-1]] = list(welcome.buckets)
+                    stream, streams = stream + 1, welcome.streams
             self._check_promised(expected)
             return self._receive_all(expected, timeout_s)
         except BridgeError as err:
@@ -124,7 +139,7 @@ class Receiver:
             raise TransportError(f"{self._name} cannot connect to sender {endpoint}: {err}") from err
         return socket
 
-    def _greet(self, socket: zmq.Socket[bytes], endpoint: str, hello: Hello, timeout_s: float) -> list[int]:
+    def _greet(self, socket: zmq.Socket[bytes], endpoint: str, hello: Hello, timeout_s: float) -> Welcome:
         _send(socket, hello)
         deadline = time.monotonic() + timeout_s
         while not socket.poll(_TICK_MS):
@@ -139,31 +154,55 @@ class Receiver:
             raise TransportError(f"sender {endpoint} refused {self._name}: {answer.message}")
         if not isinstance(answer, Welcome):
             raise WireError(f"sender {endpoint} answered a Hello with {type(answer).__name__}")
+        if not 1 <= answer.streams <= MAX_STREAMS:
+            raise WireError(f"sender {endpoint} asks for {answer.streams} connections; 1 to {MAX_STREAMS} are made")
         self._on_alive()
-        return list(answer.buckets)
+        return answer
 
-    def _check_promised(self, expected: dict[zmq.Socket[bytes], list[int]]) -> None:
+    def _check_promised(self, expected: _Expected) -> None:
         promised = sorted(i for indexes in expected.values() for i in indexes)
         missing = self._weights.missing
         if promised != missing:
             raise WireError(f"the senders promise buckets {promised[:8]}, the plan has {missing[:8]}")
 
-    def _receive_all(self, expected: dict[zmq.Socket[bytes], list[int]], timeout_s: float) -> int:
-        poller = zmq.Poller()
-        for socket, indexes in expected.items():
-            if indexes:
-                poller.register(socket, zmq.POLLIN)
-        nbytes, heard = 0, time.monotonic()
+    def _receive_all(self, expected: _Expected, timeout_s: float) -> int:
+        """Connections are shared out among threads. The first error ends all of them."""
+        self._broken, self._heard = None, time.monotonic()
+        used = [(socket, indexes) for socket, indexes in expected.items() if indexes]
+        parts = [dict(used[i::_THREADS]) for i in range(min(len(used), _THREADS))]
+        if len(parts) < 2:
+            return sum(self._receive_from(part, timeout_s) for part in parts)
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="fp8bridge-receive") as pool:
+            futures = [pool.submit(self._receive_from, part, timeout_s) for part in parts]
+            try:
+                return sum(future.result() for future in futures)
+            except BaseException as err:  # noqa: BLE001 - raised again; an interrupt ends the threads too
+                with self._lock:
+                    self._broken = first = self._broken or err
+                raise first from None
+
+    def _receive_from(self, expected: _Expected, timeout_s: float) -> int:
+        try:
+            return self._receive_each(expected, timeout_s)
+        except BaseException as err:
+            with self._lock:
+                self._broken = self._broken or err
+            raise
+
+    def _receive_each(self, expected: _Expected, timeout_s: float) -> int:
+        poller, nbytes = zmq.Poller(), 0
+        for socket in expected:
+            poller.register(socket, zmq.POLLIN)
         while any(expected.values()):
             ready = poller.poll(_TICK_MS)
             self._check_stop()
-            if not ready and time.monotonic() - heard > timeout_s:
+            if not ready and time.monotonic() - self._heard > timeout_s:
                 waiting = [i for indexes in expected.values() for i in indexes][:8]
                 raise TransportError(
                     f"{self._name} heard nothing from the trainer for {timeout_s:g} s, waiting for buckets {waiting}"
                 )
             for socket, _ in ready:
-                heard = time.monotonic()
+                self._heard = time.monotonic()
                 self._on_alive()
                 nbytes += self._receive_one(socket, expected[socket])
                 if not expected[socket]:
@@ -185,8 +224,10 @@ class Receiver:
             raise WireError(f"bucket {bucket.index} says {message.nbytes} bytes, the plan {bucket.nbytes}")
         payload = self._receive_payload(socket, bucket)
         start = time.perf_counter()
-        self._weights.stage(bucket.index, _tensor(payload), message.checksums)
-        self.load_s += time.perf_counter() - start
+        self._weights.check(bucket.index, _tensor(payload), message.checksums)
+        with self._lock:
+            self._weights.keep(bucket.index, _tensor(payload))
+            self.load_s += time.perf_counter() - start
         expected.pop(0)
         _send(socket, Ack(bucket.index, True, ""))
         return bucket.nbytes
@@ -194,17 +235,20 @@ class Receiver:
     def _receive_payload(self, socket: zmq.Socket[bytes], bucket: Bucket) -> memoryview:
         """All frames of the message, one behind the other, in memory that nobody else has."""
         take = self._memory or _new_memory
-        view, at = memoryview(take(bucket.index, bucket.nbytes))[: bucket.nbytes], 0
+        memory, at = np.asarray(take(bucket.index, bucket.nbytes))[: bucket.nbytes], 0
         while socket.getsockopt(zmq.RCVMORE):
-            frame = socket.recv(copy=False).buffer
+            frame = np.frombuffer(socket.recv(copy=False).buffer, np.uint8)
             if len(frame) <= bucket.nbytes - at:
-                view[at : at + len(frame)] = frame
+                # Not a memoryview's copy: that would keep the other threads waiting.
+                np.copyto(memory[at : at + len(frame)], frame)
             at += len(frame)
         if at != bucket.nbytes:
             raise WireError(f"bucket {bucket.index} has a payload of {at} bytes, not {bucket.nbytes}")
-        return view
+        return memory.data
 
     def _check_stop(self) -> None:
+        if self._broken is not None:
+            raise TransportError(f"another connection of {self._name} failed")
         if self._should_stop():
             raise TransportError(f"the update of {self._name} was aborted")
 

@@ -65,7 +65,12 @@ class StagedWeights:
         return self._manifest.buckets[index]
 
     def stage(self, index: int, payload: torch.Tensor, checksums: bytes) -> None:
-        """Keep one bucket. `payload` is flat uint8 and becomes ours: the caller may not write it again.
+        """Keep one bucket. `payload` is flat uint8 and becomes ours: the caller may not write it again."""
+        self.check(index, payload, checksums)
+        self.keep(index, payload)
+
+    def check(self, index: int, payload: torch.Tensor, checksums: bytes) -> None:
+        """Changes nothing; several threads may check a bucket each.
 
         Raises WireError (twice, wrong size) and ChecksumError naming the tensors that changed.
         """
@@ -87,7 +92,10 @@ class StagedWeights:
                 bucket=index,
                 tensor=wrong[0],
             )
-        self._staged |= unpack(bucket, payload)
+
+    def keep(self, index: int, payload: torch.Tensor) -> None:
+        """After `check`; by one thread at a time."""
+        self._staged |= unpack(self.bucket(index), payload)
         self._received.add(index)
 
     def _checksums(self, bucket: Bucket, payload: torch.Tensor) -> bytes:
@@ -154,8 +162,8 @@ class LoadingWeights(StagedWeights):
         """Only of the layout: the engine does not tell its tensors."""
         return [f"layout {d}" for d in manifest.layout.differences(self.layout)]
 
-    def stage(self, index: int, payload: torch.Tensor, checksums: bytes) -> None:
-        super().stage(index, payload, checksums)
+    def keep(self, index: int, payload: torch.Tensor) -> None:
+        super().keep(index, payload)
         self._load_weights(list(self._staged.items()))
         self._staged = {}
 

@@ -5,7 +5,7 @@ followed by frames of raw payload. The receiver connects, so the order is:
 
     receiver                      sender
     Hello          ──────────►
-                   ◄──────────    Welcome (bucket indexes to expect here) or Refuse
+                   ◄──────────    Welcome (bucket indexes to expect here, connections to make) or Refuse
                    ◄──────────    Bucket + payload     (at most `credits` without an Ack)
     Ack            ──────────►
                    ◄──────────    Ping (the sender is alive and busy), Refuse (it gave up)
@@ -20,7 +20,7 @@ import msgpack
 
 from .errors import WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_NBYTES = 4 << 20
 """Largest frame of payload. Smaller than a bucket, so that the receiver copies one frame while the next ones are on
 their way, into memory that its allocator has at hand: twice the speed of one frame a bucket."""
@@ -34,19 +34,23 @@ _FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A server reports to a sender. `session` is the sender's secret for this update."""
+    """A server reports to a sender. `session` is the sender's secret for this update; `stream`: which of its
+    connections this is, from 0."""
 
     session: str
     manifest_hash: str
     server: str
     credits: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The sender accepts and will send these buckets, in this order."""
+    """The sender accepts and will send these buckets over this connection, in this order. `streams`: connections that
+    the server is to make in all; each is greeted for itself."""
 
     buckets: tuple[int, ...]
+    streams: int
 
 
 @dataclass(frozen=True, slots=True)

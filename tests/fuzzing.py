@@ -37,7 +37,7 @@ Stream = list[list[bytes]]
 
 def good_stream() -> Stream:
     """What an honest sender says in an update."""
-    found = [[encode(Welcome(tuple(b.index for b in MANIFEST.buckets)))]]
+    found = [[encode(Welcome(tuple(b.index for b in MANIFEST.buckets), 1))]]
     for bucket in MANIFEST.buckets:
         parts = [NEW[e.name].contiguous().reshape(-1).view(torch.uint8) for e in bucket.entries]
         memory = torch.cat(parts)
@@ -48,7 +48,7 @@ def good_stream() -> Stream:
 
 GOOD = good_stream()
 SERVER_SAYS = [
-    [b"a", encode(Hello("token", MANIFEST.hash, "server", 2))],
+    [b"a", encode(Hello("token", MANIFEST.hash, "server", 2, 0))],
     *([b"a", encode(Ack(bucket.index, True, ""))] for bucket in MANIFEST.buckets),
 ]
 """What an honest server says in an update, behind its identity."""
@@ -143,9 +143,10 @@ class ScriptedTransport(ZmqTransport):
         super().__init__("127.0.0.1", bucket_timeout_s=60)
         self.failures = {}
         self._manifest, self._buckets = MANIFEST, tuple(b.index for b in MANIFEST.buckets)
-        from fp8bridge.transport.zmq import _Peer
+        from fp8bridge.transport.zmq import _Peer, _Stream
 
-        self._peers = {"token": _Peer("server")}
+        self._streams = 2
+        self._peers = {"token": _Peer("server", [_Stream(), _Stream()])}
         self._outbox = []
 
     def take(self, messages: Stream) -> None:
@@ -169,7 +170,8 @@ def feed_sender(messages: Stream, packed: Sequence[PackedBucket] = ()) -> None:
     """Frames of servers and strangers to a sender; only the server of a session can lose it."""
     transport = ScriptedTransport()
     for peer in transport._peers.values():
-        peer.queue.extend(packed)
+        for i, each in enumerate(packed):
+            peer.streams[i % len(peer.streams)].queue.append(each)
     transport.take(messages)
     assert transport.failures.keys() <= {"server"}
 

@@ -182,9 +182,9 @@ class ZmqThreadServer(LoopbackServer):
 
 
 class Tap:
-    """A TCP line in front of a sender that keeps every byte that comes back through it.
+    """TCP lines in front of a sender that keep every byte that comes back through them.
 
-    change(offset, data): what is passed on instead of `data`, which began `offset` bytes into the line;
+    change(offset, data): what is passed on instead of `data`, which began `offset` bytes into its line;
     b"" passes nothing on, None cuts the line.
     """
 
@@ -201,13 +201,18 @@ class Tap:
         return f"tcp://127.0.0.1:{listening.getsockname()[1]}{mark}{key}"
 
     def _run(self, listening: socket.socket, to: tuple[str, int]) -> None:
-        with listening:
+        while True:
             near, _ = listening.accept()
+            threading.Thread(target=self._line, args=(near, to), daemon=True).start()
+
+    def _line(self, near: socket.socket, to: tuple[str, int]) -> None:
+        offset = 0
         with near, socket.create_connection(to) as far:
             threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
             try:
                 while data := far.recv(65536):
-                    passed = self._change(len(self.bytes), data)
+                    passed = self._change(offset, data)
+                    offset += len(data)
                     self.bytes += data
                     if passed is None:
                         return

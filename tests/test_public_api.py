@@ -31,6 +31,7 @@ CONFIG_FIELDS = [
     "rule",
     "bucket_nbytes",
     "senders",
+    "streams",
     "allow_cast",
     "min_healthy",
     "keep_last",

@@ -9,8 +9,8 @@ from fp8bridge.errors import WireError
 from fp8bridge.wire import PROTOCOL, Ack, BucketHeader, Hello, Ping, Refuse, Welcome, decode, encode
 
 MESSAGES = st.one_of(
-    st.builds(Hello, st.text(), st.text(), st.text(), st.integers(0, 9)),
-    st.builds(Welcome, st.lists(st.integers(0, 1 << 40)).map(tuple)),
+    st.builds(Hello, st.text(), st.text(), st.text(), st.integers(0, 9), st.integers(0, 9)),
+    st.builds(Welcome, st.lists(st.integers(0, 1 << 40)).map(tuple), st.integers(0, 9)),
     st.builds(Refuse, st.text()),
     st.builds(BucketHeader, st.integers(0, 1 << 40), st.integers(0, 1 << 60), st.binary(max_size=64)),
     st.builds(Ack, st.integers(0, 9), st.booleans(), st.text()),

@@ -29,4 +29,4 @@ def open_transport(
     from .zmq import ZmqTransport
 
     pair = None if config.curve_key_file is None else load_key_pair(config.curve_key_file)
-    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s, keys=pair)
+    return ZmqTransport(config.host, bucket_timeout_s=config.bucket_timeout_s, keys=pair, streams=config.streams)

@@ -1,8 +1,9 @@
 """`zmq`: raw payload frames over TCP, with credits and acknowledgements.
 
 Each sending rank binds one ROUTER socket per update; servers connect to it (`receiver.Receiver`).
-One thread owns the socket: it answers Hellos, keeps at most `Hello.credits` buckets unacknowledged
-per server, notices peers that are gone, and lets the trainer's thread gather and pack meanwhile.
+A server makes several connections where one would not fill the line; each has its own part of the
+buckets. One thread owns the socket: it answers Hellos, keeps at most `Hello.credits` buckets unacknowledged
+per connection, notices peers that are gone, and lets the trainer's thread gather and pack meanwhile.
 Payload is not copied here: libzmq reads the bucket's memory until the server has it.
 """
 
@@ -37,6 +38,18 @@ from ..wire import (
 
 _TICK_S = 0.05
 _PING_S = 0.5
+_IO_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One connection of a server. `identity`: empty until it has come."""
+
+    identity: bytes = b""
+    credits: int = 0
+    queue: deque[PackedBucket] = field(default_factory=deque)
+    in_flight: dict[int, float] = field(default_factory=dict)
+    """Bucket index -> time it was handed to libzmq."""
 
 
 @dataclass(slots=True)
@@ -44,25 +57,27 @@ class _Peer:
     """One server, as the socket's thread sees it."""
 
     name: str
-    identity: bytes = b""
-    credits: int = 0
-    queue: deque[PackedBucket] = field(default_factory=deque)
-    in_flight: dict[int, float] = field(default_factory=dict)
-    """Bucket index -> time it was handed to libzmq."""
+    streams: list[_Stream]
     acked: set[int] = field(default_factory=set)
     pinged: float = 0.0
+
+    @property
+    def connected(self) -> bool:
+        return all(s.identity for s in self.streams)
 
 
 class ZmqTransport:
     """See `protocols.Transport`. `host`: address of this machine that servers can reach; `keys`: encrypt
-    with CURVE, as the holder of this pair."""
+    with CURVE, as the holder of this pair; `streams`: connections of each server to all senders together, at least.
+    """
 
     multi_sender = True
     all_connect = False
     from_device = False
 
-    def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None) -> None:
+    def __init__(self, host: str, *, bucket_timeout_s: float, keys: KeyPair | None = None, streams: int = 1) -> None:
         self._keys = keys
+        self._wanted_streams = streams
         self._host = f"[{host}]" if ":" in host else host
         self._bucket_timeout_s = bucket_timeout_s
         self.failures: dict[str, BridgeError] = {}
@@ -85,9 +100,11 @@ class ZmqTransport:
         self._stopping = False
         self._manifest = manifest
         self._buckets = tuple(buckets)
-        self._peers = {token: _Peer(name) for name, token in tokens.items()}
+        senders = len({b.owner for b in manifest.buckets})
+        self._streams = max(1, min(-(-self._wanted_streams // max(1, senders)), len(buckets)))
+        self._peers = {token: _Peer(name, [_Stream() for _ in range(self._streams)]) for name, token in tokens.items()}
         self._outbox: list[tuple[_Peer, Message]] = []
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=min(self._streams * max(1, len(tokens)), _IO_THREADS))
         self._wake, self._woken = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
@@ -114,7 +131,7 @@ class ZmqTransport:
     def connect(self, *, timeout_s: float, gone: Callable[[str], BridgeError | None]) -> None:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while waiting := [p.name for p in self._live() if not p.identity]:
+            while waiting := [p.name for p in self._live() if not p.connected]:
                 for name in waiting:
                     if error := gone(name):
                         self._fail(name, error)
@@ -134,8 +151,9 @@ class ZmqTransport:
     def send(self, packed: PackedBucket) -> None:
         packed = self._on_host(packed)
         with self._changed:
+            stream = self._buckets.index(packed.bucket.index) % self._streams
             for peer in self._live():
-                peer.queue.append(packed)
+                peer.streams[stream].queue.append(packed)
         self._wake.send(b"")
 
     def wait(self, index: int) -> None:
@@ -178,7 +196,8 @@ class ZmqTransport:
             self.failures[name] = error
             for peer in self._peers.values():
                 if peer.name == name:
-                    peer.queue.clear()
+                    for stream in peer.streams:
+                        stream.queue.clear()
                     self._outbox.append((peer, Refuse(str(error))))
         self._changed.notify_all()
 
@@ -202,7 +221,7 @@ class ZmqTransport:
                 if self._stopping and self._reason:
                     self._outbox += [(peer, Refuse(self._reason)) for peer in self._live()]
                 for peer, message in self._outbox:
-                    self._say(peer, message)
+                    self._tell(peer, message)
                 self._outbox.clear()
                 if self._stopping:
                     return
@@ -217,44 +236,50 @@ class ZmqTransport:
         if isinstance(message, Hello):
             self._greet(identity, message)
             return
-        peer = next((p for p in self._peers.values() if p.identity == identity), None)
-        if peer is None or peer.name in self.failures:
+        peer, stream = self._who(identity)
+        if peer is None or stream is None or peer.name in self.failures:
             return
         if isinstance(message, Ack):
-            self._acknowledge(peer, message)
+            self._acknowledge(peer, stream, message)
         elif isinstance(message, Refuse):
             self._fail(peer.name, TransportError(f"{peer.name} gave up: {message.message}", server=peer.name))
         else:
             self._protocol_error(identity, f"unexpected {type(message).__name__}")
 
+    def _who(self, identity: bytes) -> tuple[_Peer | None, _Stream | None]:
+        """(None, None) for a stranger."""
+        found = ((p, s) for p in self._peers.values() for s in p.streams if s.identity == identity)
+        return next(found, (None, None))
+
     def _protocol_error(self, identity: bytes, text: str) -> None:
-        for peer in self._live():
-            if peer.identity == identity:
-                self._fail(peer.name, WireError(f"{peer.name} broke the protocol: {text}", server=peer.name))
+        peer, _ = self._who(identity)
+        if peer is not None:
+            self._fail(peer.name, WireError(f"{peer.name} broke the protocol: {text}", server=peer.name))
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         peer = self._peers.get(hello.session)
-        stranger = _Peer("a stranger", identity)
         if peer is None or peer.name in self.failures:
-            self._say(stranger, Refuse("this is not a session of this trainer; ask it for a new update"))
+            self._say(identity, Refuse("this is not a session of this trainer; ask it for a new update"))
         elif hello.manifest_hash != self._manifest.hash:
-            self._say(stranger, Refuse("plan hash differs"))
+            self._say(identity, Refuse("plan hash differs"))
             message = f"{peer.name} has plan {hello.manifest_hash[:16]}, the trainer {self._manifest.hash[:16]}"
             self._fail(peer.name, WireError(message, server=peer.name))
-        elif peer.identity:
-            self._say(stranger, Refuse("this session is already connected"))
+        elif not 0 <= hello.stream < self._streams:
+            self._say(identity, Refuse(f"there is no connection {hello.stream} of {self._streams}"))
+        elif (stream := peer.streams[hello.stream]).identity:
+            self._say(identity, Refuse("this session is already connected"))
         else:
-            peer.identity, peer.credits = identity, max(1, min(hello.credits, 16))
+            stream.identity, stream.credits = identity, max(1, min(hello.credits, 16))
             peer.pinged = time.monotonic()
-            self._say(peer, Welcome(self._buckets))
+            self._tell(peer, Welcome(self._buckets[hello.stream :: self._streams], self._streams), stream)
             self._changed.notify_all()
 
-    def _acknowledge(self, peer: _Peer, ack: Ack) -> None:
-        if ack.index not in peer.in_flight:
+    def _acknowledge(self, peer: _Peer, stream: _Stream, ack: Ack) -> None:
+        if ack.index not in stream.in_flight:
             message = f"{peer.name} acknowledged bucket {ack.index}, which it was not sent"
             self._fail(peer.name, WireError(message, server=peer.name, bucket=ack.index))
             return
-        del peer.in_flight[ack.index]
+        del stream.in_flight[ack.index]
         if not ack.ok:
             message = f"{peer.name} did not take bucket {ack.index}: {ack.message}"
             self._fail(peer.name, TransportError(message, server=peer.name, bucket=ack.index))
@@ -264,33 +289,39 @@ class ZmqTransport:
 
     def _feed(self, peer: _Peer, now: float) -> None:
         """Send what credits allow; notice silence and disconnection."""
-        if not peer.identity:
-            return
-        while peer.queue and len(peer.in_flight) < peer.credits and peer.name not in self.failures:
-            packed = peer.queue.popleft()
-            header = BucketHeader(packed.bucket.index, packed.bucket.nbytes, packed.checksums)
-            if self._say(peer, header, packed):
-                peer.in_flight[packed.bucket.index] = now
-        late = [i for i, since in peer.in_flight.items() if now - since > self._bucket_timeout_s]
+        for stream in peer.streams:
+            while stream.identity and stream.queue and len(stream.in_flight) < stream.credits:
+                packed = stream.queue.popleft()
+                header = BucketHeader(packed.bucket.index, packed.bucket.nbytes, packed.checksums)
+                if not self._tell(peer, header, stream, packed):
+                    return
+                stream.in_flight[packed.bucket.index] = now
+        late = [i for s in peer.streams for i, since in s.in_flight.items() if now - since > self._bucket_timeout_s]
         if late:
             message = f"{peer.name} did not acknowledge bucket {late[0]} in {self._bucket_timeout_s:g} s"
             self._fail(peer.name, ServerTimeoutError(message, server=peer.name, bucket=late[0]))
         elif now - peer.pinged > _PING_S and len(peer.acked) < len(self._buckets):
             peer.pinged = now
-            self._say(peer, Ping())
+            self._tell(peer, Ping())
 
-    def _say(self, peer: _Peer, message: Message, packed: PackedBucket | None = None) -> bool:
-        if not peer.identity:
-            return False
-        frames: list[bytes | memoryview] = [peer.identity, encode(message)]
+    def _tell(
+        self, peer: _Peer, message: Message, stream: _Stream | None = None, packed: PackedBucket | None = None
+    ) -> bool:
+        """Over one connection of the server or all that it has; False if it is gone, which is recorded."""
+        used = [s for s in (peer.streams if stream is None else [stream]) if s.identity]
+        errors = [e for s in used if (e := self._say(s.identity, message, packed)) is not None]
+        if errors and peer.name not in self.failures:
+            words = f"{peer.name} is gone ({errors[0]}); was it stopped or killed?"
+            self._fail(peer.name, ServerUnreachableError(words, server=peer.name))
+        return not errors
+
+    def _say(self, identity: bytes, message: Message, packed: PackedBucket | None = None) -> zmq.ZMQError | None:
+        frames: list[bytes | memoryview] = [identity, encode(message)]
         if packed is not None:
             payload = packed.memory.numpy().data
             frames += [payload[at : at + FRAME_NBYTES] for at in range(0, len(payload), FRAME_NBYTES)] or [payload]
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=packed is None)
         except zmq.ZMQError as err:
-            if peer.name not in self.failures:
-                message_ = f"{peer.name} is gone ({err}); was it stopped or killed?"
-                self._fail(peer.name, ServerUnreachableError(message_, server=peer.name))
-            return False
-        return True
+            return err
+        return None

@@ -149,20 +149,22 @@ class PayloadLine:
         self._thread.start()
 
     def _run(self) -> None:
-        far = self._context.socket(zmq.DEALER)
-        far.connect(self._sender)
-        identity = b""
+        far: dict[bytes, zmq.Socket[bytes]] = {}
         while not self._stop.is_set():
             if self._near.poll(5):
                 identity, *frames = self._near.recv_multipart()
+                if identity not in far:
+                    far[identity] = self._context.socket(zmq.DEALER)
+                    far[identity].connect(self._sender)
                 for each in self._fault.to_trainer(decode(frames[0]), frames):
-                    far.send_multipart(each)
-            while identity and far.poll(0):
-                frames = far.recv_multipart()
-                for each in self._fault.to_server(decode(frames[0]), frames):
-                    self._near.send_multipart([identity, *each])
-        far.close(linger=0)
-        self._near.close(linger=0)
+                    far[identity].send_multipart(each)
+            for identity, socket in far.items():
+                while socket.poll(0):
+                    frames = socket.recv_multipart()
+                    for each in self._fault.to_server(decode(frames[0]), frames):
+                        self._near.send_multipart([identity, *each])
+        for socket in (*far.values(), self._near):
+            socket.close(linger=0)
 
     def close(self) -> None:
         self._stop.set()

@@ -97,7 +97,7 @@ class Sender:
         self._tensors, self._manifest = tensors, manifest
         self._order = [b.index for b in manifest.buckets] if order is None else order
         self._change = change
-        self._welcome = welcome or Welcome(tuple(b.index for b in manifest.buckets))
+        self._welcome = welcome or Welcome(tuple(b.index for b in manifest.buckets), 1)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")

@@ -52,7 +52,7 @@ CASES = {
     "a bucket twice": ({"order": [0, 0, 1]}, "bucket 0 came, 1 was next"),
     "buckets out of order": ({"order": [1, 0]}, "bucket 1 came, 0 was next"),
     "a bucket too few": ({"order": [0, 1]}, "heard nothing from the trainer for 0.7 s, waiting for buckets [2"),
-    "a promise of too few": ({"welcome": Welcome((0, 1))}, "the senders promise buckets [0, 1]"),
+    "a promise of too few": ({"welcome": Welcome((0, 1), 1)}, "the senders promise buckets [0, 1]"),
     "a refusal": ({"welcome": Refuse("no more updates today")}, "no more updates today"),
     "another message": ({"welcome": Ping()}, "answered a Hello with Ping"),
 }

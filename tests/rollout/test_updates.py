@@ -69,7 +69,7 @@ def test_a_pull_that_was_interrupted_goes_on_where_it_stopped(server):
 def _welcome(*indexes):
     from fp8bridge.wire import Welcome
 
-    return Welcome(indexes)
+    return Welcome(indexes, 1)
 
 
 def test_two_senders_share_the_buckets(server):

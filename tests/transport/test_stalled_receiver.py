@@ -37,10 +37,10 @@ MANIFEST = make_plan(
 class StallingWeights(StagedWeights):
     """Stops its process at the second bucket."""
 
-    def stage(self, index, *rest):
+    def keep(self, index, payload):
         if index == MANIFEST.buckets[1].index:
             os.kill(os.getpid(), signal.SIGSTOP)
-        super().stage(index, *rest)
+        super().keep(index, payload)
 
 
 def receive(endpoint):

@@ -1,5 +1,6 @@
 """The zmq transport against receivers that behave, and against peers that do not."""
 
+import dataclasses
 import threading
 import time
 
@@ -9,6 +10,7 @@ import zmq
 
 from fp8bridge import BridgeConfig
 from fp8bridge.errors import ServerTimeoutError, ServerUnreachableError, TransportError, WireError
+from fp8bridge.plan import Manifest
 from fp8bridge.planner import make_plan
 from fp8bridge.protocols import PackedBucket
 from fp8bridge.receiver import Receiver
@@ -123,6 +125,92 @@ def test_a_bucket_may_travel_in_any_number_of_frames(transport, monkeypatch, fra
     assert_same_bits(pull.weights.tensors, NEW)
 
 
+STREAMS = 3
+
+
+@pytest.fixture
+def wide():
+    """A sender whose servers make several connections."""
+    made = ZmqTransport("127.0.0.1", bucket_timeout_s=1.0, streams=STREAMS)
+    yield made
+    made.close("test over")
+
+
+def test_a_server_is_fed_over_several_connections_at_once(wide):
+    """None waits for another: what is sent over the last two arrives while the first is full."""
+    for _ in range(2):
+        pull = Pull([wide.open({"a": "t"}, MANIFEST, ALL)], "t")
+        wide.connect(timeout_s=5, gone=nobody_gone)
+        [peer] = wide._peers.values()
+        assert len({s.identity for s in peer.streams}) == STREAMS
+        for index in ALL:
+            wide.send(packed(index))
+        for index in reversed(ALL):
+            wide.wait(index)
+        pull.join(5)
+        assert (pull.error, wide.failures, pull.nbytes) == (None, {}, MANIFEST.nbytes)
+        pull.weights.commit()
+        assert_same_bits(pull.weights.tensors, NEW)
+        wide.close()
+
+
+def test_connections_are_shared_out_among_senders_and_never_more_than_buckets(wide):
+    halves = Manifest(MANIFEST.layout, tuple(dataclasses.replace(b, owner=b.index % 2) for b in MANIFEST.buckets))
+    for manifest, mine, streams in (
+        (MANIFEST, ALL, 3),
+        (MANIFEST, ALL[:2], 2),
+        (MANIFEST, [], 1),
+        (halves, ALL[::2], 2),
+    ):
+        wide.open({"a": "t"}, manifest, mine)
+        assert wide._streams == streams
+        wide.close()
+
+
+def test_the_buckets_of_a_connection_are_told_to_it_alone(wide):
+    endpoint = wide.open({"a": "t"}, MANIFEST, ALL)
+    raws = [Raw(endpoint).say(Hello("t", MANIFEST.hash, "a", 2, stream)) for stream in range(STREAMS)]
+    assert [raw.hear() for raw in raws] == [Welcome(tuple(ALL[i::STREAMS]), STREAMS) for i in range(STREAMS)]
+    wide.connect(timeout_s=5, gone=nobody_gone)
+    for index in ALL:
+        wide.send(packed(index))
+    assert [raw.hear().index for raw in raws] == ALL[:STREAMS]
+    raws[1].say(Ack(ALL[0], True, ""))
+    wide.wait(ALL[0])
+    assert "acknowledged bucket 0, which it was not sent" in str(wide.failures["a"]), "not over this connection"
+    for raw in raws:
+        while not isinstance(raw.hear(), Refuse):
+            pass  # buckets that were on their way; then each connection is told
+        raw.close()
+
+
+@pytest.mark.parametrize("stream", [-1, STREAMS, 1 << 40])
+def test_a_connection_that_was_not_asked_for_is_refused(wide, stream):
+    raw = Raw(wide.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2, stream))
+    assert raw.hear() == Refuse(f"there is no connection {stream} of {STREAMS}")
+    raw.close()
+
+
+def test_a_server_with_a_connection_missing_is_not_connected(wide):
+    raw = Raw(wide.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2, 0))
+    raw.hear()
+    wide.connect(timeout_s=0.3, gone=nobody_gone)
+    assert isinstance(wide.failures["a"], ServerTimeoutError)
+    raw.close()
+
+
+def test_an_error_on_one_connection_ends_the_others_and_is_the_one_that_is_told(wide, monkeypatch):
+    """The others have nothing to receive, and would wait for their time limit."""
+    pull = Pull([wide.open({"a": "t"}, MANIFEST, ALL)], "t", timeout_s=30)
+    wide.connect(timeout_s=5, gone=nobody_gone)
+    bad = packed(ALL[1])
+    wide.send(dataclasses.replace(bad, checksums=bytes(len(bad.checksums))))
+    wide.wait(ALL[1])
+    pull.join(5)
+    assert "changed on the way" in str(pull.error)
+    assert "changed on the way" in str(wide.failures["a"])
+
+
 def test_ipv6_loopback():
     transport = ZmqTransport("::1", bucket_timeout_s=5.0)
     endpoint = transport.open({"a": "t"}, MANIFEST, ALL)
@@ -165,7 +253,7 @@ def test_a_server_known_to_be_gone_is_not_waited_for(transport):
 
 def test_a_stranger_is_refused_and_harms_nobody(transport):
     endpoint = transport.open({"a": "token"}, MANIFEST, ALL)
-    stranger = Raw(endpoint).say(Hello("guess", MANIFEST.hash, "x", 2))
+    stranger = Raw(endpoint).say(Hello("guess", MANIFEST.hash, "x", 2, 0))
     assert "not a session" in stranger.hear().message
     noise = Raw(endpoint)
     noise.socket.send(b"\x00\xff not msgpack")
@@ -173,7 +261,7 @@ def test_a_stranger_is_refused_and_harms_nobody(transport):
     noise.say(Ack(0, True, "")).say(Ping())
     pull = Pull([endpoint], "token")
     transport.connect(timeout_s=5, gone=nobody_gone)
-    second = Raw(endpoint).say(Hello("token", MANIFEST.hash, "a", 2))
+    second = Raw(endpoint).say(Hello("token", MANIFEST.hash, "a", 2, 0))
     assert "already connected" in second.hear().message
     send_all(transport)
     pull.join(5)
@@ -192,8 +280,8 @@ def test_another_plan_hash_is_refused_on_both_sides(transport):
 
 
 def test_credits_bound_what_is_in_flight(transport):
-    raw = Raw(transport.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2))
-    assert raw.hear() == Welcome(tuple(ALL))
+    raw = Raw(transport.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2, 0))
+    assert raw.hear() == Welcome(tuple(ALL), 1)
     transport.connect(timeout_s=5, gone=nobody_gone)
     for index in ALL[:4]:
         transport.send(packed(index))
@@ -219,13 +307,13 @@ def iter_messages(raw, for_ms):
         (Ack(0, False, "disk is full"), TransportError, "did not take bucket 0: disk is full"),
         (Ack(7, True, ""), WireError, "acknowledged bucket 7, which it was not sent"),
         (Refuse("out of memory"), TransportError, "gave up: out of memory"),
-        (Welcome(()), WireError, "unexpected Welcome"),
+        (Welcome((), 1), WireError, "unexpected Welcome"),
         (None, ServerTimeoutError, "did not acknowledge bucket 0 in 1 s"),
     ],
 )
 def test_every_wrong_answer_loses_that_server_and_wait_returns(transport, answer, kind, says):
     endpoint = transport.open({"bad": "t1", "good": "t2"}, MANIFEST, ALL)
-    raw = Raw(endpoint).say(Hello("t1", MANIFEST.hash, "bad", 2))
+    raw = Raw(endpoint).say(Hello("t1", MANIFEST.hash, "bad", 2, 0))
     pull = Pull([endpoint], "t2", name="good")
     transport.connect(timeout_s=5, gone=nobody_gone)
     transport.send(packed(0))
@@ -245,7 +333,7 @@ def test_every_wrong_answer_loses_that_server_and_wait_returns(transport, answer
 
 def test_a_server_whose_connection_drops_is_noticed_without_waiting_for_the_timeout():
     transport = ZmqTransport("127.0.0.1", bucket_timeout_s=60)
-    raw = Raw(transport.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2))
+    raw = Raw(transport.open({"a": "t"}, MANIFEST, ALL)).say(Hello("t", MANIFEST.hash, "a", 2, 0))
     raw.hear()
     transport.connect(timeout_s=5, gone=nobody_gone)
     transport.send(packed(0))
@@ -273,7 +361,7 @@ def greet(socket, indexes=ALL):
     assert socket.poll(5000)
     identity, frame = socket.recv_multipart()
     assert decode(frame).session == "t"
-    socket.send_multipart([identity, encode(Welcome(tuple(indexes)))])
+    socket.send_multipart([identity, encode(Welcome(tuple(indexes), 1))])
     return identity
 
 
@@ -302,7 +390,7 @@ BAD_SENDERS = {
     ),
     "too few checksums": (lambda: [bucket_frames(0, sums=b"")], "0 checksums"),
     "not a message": (lambda: [[b"\xc1\xc1"]], "not msgpack"),
-    "not its turn": (lambda: [[encode(Welcome(()))]], "expected a bucket, got Welcome"),
+    "not its turn": (lambda: [[encode(Welcome((), 1))]], "expected a bucket, got Welcome"),
 }
 
 
@@ -323,6 +411,18 @@ def test_a_receiver_refuses_every_bad_sender_and_tells_it_why(case):
         last = decode(socket.recv_multipart()[-1])
     assert isinstance(last, Refuse)
     assert says in last.message
+    socket.close(linger=0)
+
+
+@pytest.mark.parametrize("streams", [0, -1, 17, 1 << 40])
+def test_a_sender_that_asks_for_no_sane_number_of_connections_is_refused(streams):
+    socket, endpoint = sender()
+    pull = Pull([endpoint], "t")
+    assert socket.poll(5000)
+    identity, _ = socket.recv_multipart()
+    socket.send_multipart([identity, encode(Welcome(tuple(ALL), streams))])
+    pull.join(5)
+    assert f"asks for {streams} connections; 1 to 16 are made" in str(pull.error)
     socket.close(linger=0)
 
 
