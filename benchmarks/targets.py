@@ -63,13 +63,18 @@ def cases(small):
         group = {"transport": "nccl", "server_device": far}
         if not small:
             group |= {"bucket_nbytes": 1 << 30, "repeat": 4}
-        yield "nccl", case("all tensors", 16, **group), ("fp8", "bf16")
-    yield "zmq", case("all tensors", 6, transport="zmq"), ("fp8", "bf16")
-    buckets = case("all tensors", 24, transport="loopback", repeat=3, baseline=False)
-    for each in () if small else sweep("bucket", buckets, [64, 1024]):
+        yield "nccl", case("all tensors", 24, **group), ("fp8", "bf16")
+    yield "zmq", case("all tensors", 16, transport="zmq"), ("fp8", "bf16")
+    if small:
+        return
+    many = case("24 layers", 24, transport="loopback", repeat=3, baseline=False)
+    for each in sweep("bucket", many, [64, 256, 1024]):
         yield "bucket sweep", each, ("fp8",)
-    if not small:
-        yield "zmq growth", case("2 layers", 2, transport="zmq", baseline=False), ("fp8",)
+    for each in (*sweep("model", many, [3, 6, 12]), *sweep("tensors", many, [32, 64, 256])):
+        yield "growth", each, ("fp8", "bf16")
+    few = case("2 layers", 2, transport="zmq", baseline=False)
+    for each in sweep("servers", few, [1, 2, 4]):
+        yield "servers", each, ("fp8",)
 
 
 def run_all(small, log, wanted):

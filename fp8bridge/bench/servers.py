@@ -81,7 +81,8 @@ class ZmqServer(LoopbackServer):
 
 
 class GroupServer(ScatterServer):
-    """Receives each bucket in one broadcast, as stock SGLang does, and scatters it into its tensors."""
+    """Receives each bucket in one broadcast, as stock SGLang does, and scatters it into its tensors while the next
+    one arrives: two buckets of memory, and a commit that waits for all."""
 
     def init_group(
         self, *, host: str, port: int, rank_offset: int, world_size: int, group: str, backend: str, timeout_s: float
@@ -92,7 +93,7 @@ class GroupServer(ScatterServer):
         self._group = make_group(
             store, world_size, group, backend, timeout_s=timeout_s, bucket_timeout_s=timeout_s, rank=rank_offset
         )
-        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._slots = [_Slot(self._device) for _ in range(2)]
 
     def destroy_group(self, group: str, *, timeout_s: float) -> None:
         torch.distributed.destroy_process_group(self._group)
@@ -100,14 +101,47 @@ class GroupServer(ScatterServer):
     def load(self, index: int) -> None:
         assert self._manifest is not None, "a bucket before a plan was shown"
         bucket = self._manifest.buckets[index]
-        if self._memory.numel() < bucket.nbytes:
-            self._memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-        memory = self._memory[: bucket.nbytes]
+        slot = self._slots[index % 2]
+        memory = slot.reserve(bucket.nbytes)
         self._group.broadcast([memory], from_rank_0()).wait()
-        self.take(PackedBucket(bucket, memory, b""))
+        slot.scatter(self._bound[index], memory)
+
+    def commit(self, token: str, version: str) -> float:
+        start = time.perf_counter()
+        for slot in self._slots:
+            slot.settle()
+        self._load_s = time.perf_counter() - start
+        return super().commit(token, version)
 
     def receive(self, addresses: Sequence[str], token: str, manifest_hash: str, *, timeout_s: float) -> None:
         """Each bucket has a request of its own."""
+
+
+class _Slot:
+    """Memory for a bucket, and the stream that empties it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        self.settle()
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:nbytes]
+
+    def scatter(self, bound: BoundUnpack, memory: torch.Tensor) -> None:
+        if self._stream is None:
+            bound.launch(memory)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(self._stream):
+            bound.launch(memory)
+
+    def settle(self) -> None:
+        """Until what was in it has been scattered."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class _Control:

@@ -176,7 +176,7 @@ def test_abort_request_by_prefix_and_for_all(server):
 
 
 def test_flush_waits_for_idle_if_asked(server):
-    join = server.in_background(lambda: server.generate(60))
+    join = server.in_background(lambda: server.generate(500))
     server.wait_running()
     refused = server.http.post("/flush_cache")
     assert (refused.status_code, refused.text) == (400, "Flush cache failed.\n")
@@ -185,6 +185,7 @@ def test_flush_waits_for_idle_if_asked(server):
     waits = server.in_background(lambda: server.http.post("/flush_cache", params={"timeout": 30}))
     time.sleep(0.1)
     assert server.http.post("/flush_cache").text == "Another flush_cache is already in progress."
+    server.post("/abort_request", {"abort_all": True})
     done = waits()
     assert done.status_code == 200
     assert done.text.startswith("Cache flushed.\n")
